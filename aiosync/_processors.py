@@ -97,7 +97,7 @@ def move_to(processor: int) -> None:
     may place two of them on one. Then one waits for a time slice of the other, or several, while a processor
     is idle.
     """
-    if current_processor() == processor:
+    if sys.platform != "linux" or current_processor() == processor:
         return
     allowed = os.sched_getaffinity(0)
     if processor in allowed:

@@ -197,3 +197,42 @@ def test_the_first_worker_warns(kind: Any, method: str) -> None:
         assert (other, held, held_too) == ([], 1, 1)
     else:
         assert not first and not other
+
+
+@pytest.mark.parametrize(
+    ("allowed", "workers", "places"),
+    [
+        ([], 2, [None, None]),  # the system does not say
+        ([5], 2, [None, None]),
+        ([3, 5, 6], 2, [None, None]),  # a processor is free for the one that wakes them
+        ([3, 5], 2, [3, 5]),
+        ([3, 5], 5, [3, 5, 3, 5, 3]),
+    ],
+)
+def test_places_of_workers(
+    allowed: list[int], workers: int, places: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_processors, "allowed_processors", lambda: allowed)
+    assert _processors.places_of(workers) == places
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_a_thread_moves_and_may_be_moved_on() -> None:
+    found: list[Any] = []
+
+    def move() -> None:
+        allowed = os.sched_getaffinity(0)
+        for processor in sorted(allowed):
+            _processors.move_to(processor)
+            found.append((_processors.current_processor() in allowed, os.sched_getaffinity(0) == allowed))
+        absent = max(allowed) + 1
+        _processors.move_to(absent)  # the program has been restricted meanwhile: it stays where it is
+        found.append((_processors.current_processor() != absent, os.sched_getaffinity(0) == allowed))
+
+    _in_thread(move)
+    assert found and all(inside and unchanged for inside, unchanged in found)
+
+
+def test_without_its_number_nothing_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_processors, "_sched_getcpu", lambda: None)
+    assert _processors.current_processor() is None

@@ -26,6 +26,7 @@ from aiosync.collectors.env import (
     Values,
     as_array,
     as_tensor,
+    assemble,
     flatten,
     under,
     unflatten,
@@ -211,8 +212,7 @@ class BatchBuffer:
                 self._fields[key].index_copy_(self._dims, torch.tensor(order), value)
 
     def lend(self, on_returned: Callable[[], object]) -> Fields:
-        """Return tensors that view this memory. ``on_returned`` is called when the last reference to them is
-        dropped, in the thread that drops it."""
+        """Return tensors that view this memory. The thread that drops the last one calls ``on_returned``."""
         buffer = self.segment.buffer
         memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
         memory.segment = self.segment  # keeps the segment mapped as long as a tensor views it
@@ -234,7 +234,7 @@ def select_steps(
     dim = len(shape)
     if isinstance(which, int):
         found = {key: field.narrow(dim, 0, which) for key, field in fields.items()}
-        return unflatten(found, (*shape, which), nested)
+        return assemble(found, (*shape, which), nested)
     places = torch.tensor(which, device="cpu")
     found = {key: field.index_select(dim, places.to(field.device)) for key, field in fields.items()}
     return unflatten(found, (*shape, len(which)), nested)

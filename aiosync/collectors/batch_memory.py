@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, pad
 
 from aiosync.collectors.batch_buffers import BatchBuffer, Part
-from aiosync.collectors.env import MASK, TRAJ_IDS, Nested, Specs, unflatten
+from aiosync.collectors.env import MASK, TRAJ_IDS, Nested, Specs, assemble
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.segment import Segment
 
@@ -51,7 +51,7 @@ class BatchJoiner:
         found = {key: view[: shape[0]] for key, view in views.items()}
         for key, view in found.items():
             put([part.fields[key] for part in parts], dim, out=view)
-        return unflatten(found, shape, nested)
+        return assemble(found, shape, nested)
 
     def _check_dim(self, shapes: Sequence[torch.Size], dim: int) -> int:
         count = len(shapes[0])

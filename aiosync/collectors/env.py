@@ -55,14 +55,39 @@ def flatten(data: TensorDictBase) -> Fields:
 
 def unflatten(fields: Mapping[Key, Tensor], shape: Iterable[int], nested: Nested | None = None) -> TensorDict:
     """Return a TensorDict of batch size ``shape`` with these leaves."""
-    size = torch.Size(shape)
-    found = TensorDict({}, batch_size=size)
+    found = TensorDict({}, batch_size=torch.Size(shape))
     for key, value in fields.items():
         found.set(key, value)
+    return _with_nested(found, nested)
+
+
+_new_unchecked: Callable[..., TensorDict] | None = getattr(TensorDict, "_new_unsafe", None)
+"""What tensordict makes its own results with. It is not public: tensordict may not have it some day."""
+
+
+def assemble(fields: Mapping[Key, Tensor], shape: Iterable[int], nested: Nested | None = None) -> TensorDict:
+    """As :func:`unflatten`, for tensors that are known to have these batch dimensions.
+
+    tensordict does not check them, which takes six times as long as the rest.
+    """
+    if _new_unchecked is None:
+        return unflatten(fields, shape, nested)
+    tree: dict[str, Any] = {}
+    for key, value in fields.items():
+        *prefix, last = (key,) if isinstance(key, str) else key
+        inner = tree
+        for name in prefix:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return _with_nested(_new_unchecked(tree, batch_size=torch.Size(shape)), nested)
+
+
+def _with_nested(found: TensorDict, nested: Nested | None) -> TensorDict:
+    """Set the batch dimensions of nested entries."""
     for prefix, more in (nested or {}).items():
         inner = found.get(prefix, None)
         if inner is not None:
-            inner.batch_size = size + more
+            inner.batch_size = found.batch_size + more
     return found
 
 

@@ -26,7 +26,7 @@ from aiosync.collectors.command_pipe import (
     NewBuffer,
     Ready,
 )
-from aiosync.collectors.env import Nested, unflatten
+from aiosync.collectors.env import Nested, assemble
 from aiosync.collectors.host import Host
 from aiosync.collectors.worker import cancel_all
 from aiosync.collectors.worker_spec import Schemes, WorkerSpec
@@ -84,7 +84,7 @@ class DeliveredBatch:
             views = self.data.lend(loans.lend(buffer))
             shape, nested = self.worker.shape, self.worker.nested
             if steps == self.data.steps:
-                return unflatten(views, (*shape, steps), nested)
+                return assemble(views, (*shape, steps), nested)
             return select_steps(views, steps, shape, nested)
         self.release()
         return found

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from aiosync import InvalidArgumentError
-from aiosync.collectors import Collector, adapt
+from aiosync.collectors import Collector, adapt, env
+from aiosync.collectors.env import Fields, Key, Nested, assemble, unflatten
 from tests.collectors.kit import collecting
 from tests.collectors.worlds import AsyncCounting, Counting, make_policy
 
@@ -195,3 +197,34 @@ def test_what_is_no_environment() -> None:
         adapt(3)
     env = adapt(AsyncCounting())
     assert adapt(env) is env
+
+
+@pytest.mark.parametrize("public", [False, True], ids=["without checks", "with public methods only"])
+@pytest.mark.parametrize("nested", [{}, {("agents",): (3,), ("next", "agents"): (3,), ("absent",): (2,)}])
+def test_a_batch_is_assembled_as_tensordict_would(
+    monkeypatch: pytest.MonkeyPatch, nested: Nested, public: bool
+) -> None:
+    if public:
+        monkeypatch.setattr(env, "_new_unchecked", None)
+    shapes: dict[Key, tuple[int, ...]] = {
+        ("agents", "obs"): (2, 5, 3, 4),
+        ("next", "agents", "obs"): (2, 5, 3, 4),
+        "done": (2, 5, 1),
+        ("next", "done"): (2, 5, 1),
+        ("collector", "traj_ids"): (2, 5),
+    }
+    fields: Fields = {key: torch.rand(shape) for key, shape in shapes.items()}
+    made, expected = (make(fields, (2, 5), nested) for make in (assemble, unflatten))
+    assert list(made.keys(True)) == list(expected.keys(True))
+    for key in made.keys(True):
+        one: Any = made.get(key)
+        other: Any = expected.get(key)
+        if isinstance(one, TensorDict):
+            assert one.batch_size == other.batch_size, key
+        else:
+            assert one is other
+    assert (made.batch_size, made.device, made.names) == (expected.batch_size, None, expected.names)
+    made["more"] = torch.zeros(2, 5)
+    assert made[0].batch_size == (5,) and torch.stack([made, made], 0).batch_size == (2, 2, 5)
+    with pytest.raises(RuntimeError):
+        made["wrong"] = torch.zeros(3)

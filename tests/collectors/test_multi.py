@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from aiosync import InvalidArgumentError, NotConnectedError, SyncTimeoutError, WorkerLostError
+from aiosync import (
+    InvalidArgumentError,
+    NotConnectedError,
+    SyncTimeoutError,
+    WorkerLostError,
+    _processors,
+)
 from aiosync.collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from tests.collectors.kit import ENVS, check, collecting
 from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
@@ -50,6 +56,23 @@ async def test_an_asynchronous_batch_is_one_workers() -> None:
             await collector.update_policy_weights_()
         assert collector.frames == 400
     assert workers == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "places", "turn"),
+    [
+        ({"sync": True}, [4, 7], 10e-3),
+        ({"sync": True, "preemptive_threshold": 0.5}, [4, 7], 2e-3),  # it may be told to end a batch
+        ({"sync": False}, [None, None], 2e-3),
+    ],
+)
+def test_workers_that_begin_together_begin_apart(
+    options: Any, places: list[int | None], turn: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_processors, "allowed_processors", lambda: [4, 7])
+    specs = MultiCollector(ENVS, make_policy(), frames_per_batch=20, total_frames=-1, **options)._specs()
+    assert [spec.processor for spec in specs] == places
+    assert [spec.turn for spec in specs] == [turn, turn]
 
 
 async def test_a_fast_worker_does_not_wait_for_a_slow_one() -> None:
