@@ -101,9 +101,9 @@ def move_to(processor: int) -> None:
         return
     allowed = os.sched_getaffinity(0)
     if processor in allowed:
-        with suppress(OSError):
-            os.sched_setaffinity(0, {processor})
-        os.sched_setaffinity(0, allowed)
+        for where in ({processor}, allowed):
+            with suppress(OSError):  # the program has been restricted to others meanwhile
+                os.sched_setaffinity(0, where)
 
 
 def bind_thread(processor: int) -> None:

@@ -226,6 +226,7 @@ def test_a_batch_is_assembled_as_tensordict_would(
     assert (made.batch_size, made.device, made.names) == (expected.batch_size, None, expected.names)
     made["more"] = torch.zeros(2, 5)
     first: Any = made[0]
-    assert first.batch_size == (5,) and torch.stack([made, made], 0).batch_size == (2, 2, 5)
+    both: Any = torch.stack([made, made], 0)
+    assert (first.batch_size, both.batch_size) == ((5,), (2, 2, 5))
     with pytest.raises(RuntimeError):
         made["wrong"] = torch.zeros(3)
