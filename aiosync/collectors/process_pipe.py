@@ -9,15 +9,20 @@ import pickle
 import socket
 import struct
 from collections import deque
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 import cloudpickle
+import msgspec
 
 from aiosync.collectors.command_pipe import Batch, Collect, CommandPipe, CommandPipeClosed, EndEarly
 from aiosync.transports.sockets import READS, close_in_children
 
-_HEAD = struct.Struct("!Q")
+_HEAD = struct.Struct("!BQ")  # of a message: how it is encoded, and the number of bytes that follow
+_PLAIN: tuple[type[Any], ...] = (Collect, EndEarly, Batch)
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = tuple(map(msgspec.msgpack.Decoder, _PLAIN))
 _READ = 1 << 16  # most bytes that one call reads
 _LIMIT = 1 << 16
 """Bytes of messages that one end buffers before it stops to read, and before ``drain`` waits."""
@@ -25,14 +30,23 @@ _LIMIT = 1 << 16
 _NOT_NOW = BlockingIOError, InterruptedError
 
 
-def _pickled(message: object) -> bytes:
-    plain = isinstance(message, Collect | EndEarly) or (isinstance(message, Batch) and message.data is None)
-    # cloudpickle also takes functions of __main__ and lambdas, and is several times as slow.
-    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL) if plain else cloudpickle.dumps(message)
+def _encoded(message: object) -> bytes:
+    """Return a message with its head.
+
+    The messages of each batch are encoded by msgspec, in a tenth of pickle's time. cloudpickle also takes
+    functions of ``__main__`` and lambdas.
+    """
+    kind = type(message)
+    if kind in _PLAIN and getattr(message, "data", None) is None:
+        with suppress(TypeError):  # a user's number that is no int, such as one of NumPy
+            data = _ENCODER.encode(message)
+            return _HEAD.pack(1 + _PLAIN.index(kind), len(data)) + data
+    data = cloudpickle.dumps(message)
+    return _HEAD.pack(0, len(data)) + data
 
 
 class ProcessCommandPipe(CommandPipe):
-    """A pipe between a process and its child. Messages are pickled: only this program has the pipe.
+    """A pipe between a process and its child. Pickled messages are safe: only this program has the pipe.
 
     It is a non-blocking socket that the event loop watches. asyncio's streams would take several times as
     long, while the workers of a synchronous collector wait.
@@ -68,10 +82,9 @@ class ProcessCommandPipe(CommandPipe):
     # -- sending ----------------------------------------------------------------------------------------
 
     def send(self, message: object) -> None:
-        body = _pickled(message)
+        data = memoryview(_encoded(message))
         if self._sock is None or self._mute:
             return
-        data = memoryview(_HEAD.pack(len(body)) + body)
         sent = 0 if self._unsent else self._write(self._sock, data)
         if sent < len(data):
             if not self._unsent:
@@ -156,7 +169,7 @@ class ProcessCommandPipe(CommandPipe):
         """Where the next message ends; None: it is not complete."""
         if len(self._received) < _HEAD.size:
             return None
-        end = _HEAD.size + int(_HEAD.unpack_from(self._received)[0])
+        end = _HEAD.size + int(_HEAD.unpack_from(self._received)[1])
         return end if len(self._received) >= end else None
 
     def _wake(self) -> None:
@@ -170,9 +183,9 @@ class ProcessCommandPipe(CommandPipe):
             self._read_on()
             self._arrived = self._loop.create_future()
             await self._arrived
-        data = bytes(memoryview(self._received)[_HEAD.size : end])
+        number, data = self._received[0], bytes(memoryview(self._received)[_HEAD.size : end])
         del self._received[:end]
-        return pickle.loads(data)
+        return pickle.loads(data) if number == 0 else _DECODERS[number - 1].decode(data)
 
     def close(self) -> None:
         if self._sock is not None:

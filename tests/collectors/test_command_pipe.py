@@ -7,18 +7,25 @@ import multiprocessing
 import os
 import pickle
 import struct
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import uvloop
+from tensordict import TensorDict
 
 from aiosync import WorkerLostError
 from aiosync._deadline import Deadline
 from aiosync.collectors import CollectorConfig
 from aiosync.collectors.command_pipe import (
+    Batch,
+    Call,
+    Collect,
     CommandPipe,
     CommandPipeClosed,
+    Continued,
+    EndEarly,
     ErrorReport,
     LocalCommandPipe,
     NewBuffer,
@@ -44,7 +51,7 @@ def test_a_last_report_arrives(run: Any, unread: int, late: int) -> None:
         for _ in range(unread):
             pipe.send("a request")
         data = pickle.dumps(REPORT)
-        os.write(theirs.fileno(), struct.pack("!Q", len(data)) + data)
+        os.write(theirs.fileno(), struct.pack("!BQ", 0, len(data)) + data)
         theirs.close()
         for _ in range(late):
             pipe.send("another request")
@@ -54,6 +61,27 @@ def test_a_last_report_arrives(run: Any, unread: int, late: int) -> None:
         pipe.close()
 
     run(main())
+
+
+async def test_messages_of_every_kind() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    sender, reader = await ProcessCommandPipe.open(ours), await ProcessCommandPipe.open(theirs)
+    data, continued = TensorDict({"a": torch.ones(3)}, [3]), Continued({5: 3, 1 << 40: 2}, [-1])
+    for message in (
+        Collect(7, 512, True, (3, 4)),
+        Collect(8, cast(int, np.int64(512))),
+        EndEarly(),
+        Batch(1 << 40, 64, 1, [3, 1, 2], None, continued),
+        Call(3, "execute", ("path", (1,), {})),
+    ):
+        sender.send(message)
+        found = await within(reader.receive())
+        assert (type(found), found) == (type(message), message)
+        assert type(found) is not Batch or type(found.continued) is Continued
+    sender.send(Batch(8, 64, 1, None, data))
+    assert (await within(reader.receive())).data["a"].tolist() == [1, 1, 1]
+    sender.close()
+    reader.close()
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
