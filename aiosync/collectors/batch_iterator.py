@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Self, cast
 
@@ -13,10 +13,9 @@ from tensordict import TensorDictBase
 
 from aiosync._processors import current_processor
 from aiosync.collectors.access import WorkerAccess
-from aiosync.collectors.batch_buffers import Part
+from aiosync.collectors.batch_buffers import BatchBuffer
 from aiosync.collectors.batch_memory import BatchJoiner, split_trajectories, valid_frames
 from aiosync.collectors.config import CollectorConfig
-from aiosync.collectors.env import Nested
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
 from aiosync.collectors.versions import VERSION
@@ -54,8 +53,7 @@ class BatchIterator(WorkerAccess):
         self._not_paused = asyncio.Event()
         self._not_paused.set()
         ragged = config.batch.enough_of(self.num_workers) < self.num_workers
-        joiner = BatchJoiner(config.batch.join_dim, may_differ=ragged)
-        self._join: Callable[[Sequence[Part], Nested], TensorDictBase] = joiner.join
+        self._joiner = BatchJoiner(config.batch.join_dim, may_differ=ragged)
         self._collecting: asyncio.Task[None] | None = None  # the task of start()
         self._parked = False  # that task holds no batch, and waits for the end of the pause, if there is one
 
@@ -131,6 +129,9 @@ class BatchIterator(WorkerAccess):
         def delivered() -> int:
             return sum(bool(worker.batches) for worker in pool.workers)
 
+        if self.num_workers > 1 and self.config.replay.replay_buffer is None:
+            await pool.wait_for(lambda: bool(delivered()), deadline, "receive")
+            self._prepare_join(next(worker.batches[0] for worker in pool.workers if worker.batches))
         await pool.wait_for(lambda: delivered() >= enough, deadline, "receive")
         if enough < self.num_workers:
             for worker in pool.workers:
@@ -191,6 +192,13 @@ class BatchIterator(WorkerAccess):
         self._requested += frames
         worker.collect(frames, at_random=at_random)
 
+    def _prepare_join(self, first: DeliveredBatch) -> None:
+        """Do what can be done before the other parts are delivered."""
+        if isinstance(first.data, BatchBuffer):
+            part = first.part()
+            if self.num_workers * part.nbytes <= INLINE_LIMIT:
+                self._joiner.prepare(part, self.num_workers, first.worker.nested)
+
     async def _join_parts(self, delivered: Sequence[DeliveredBatch]) -> TensorDictBase:
         """Join the workers' parts into one batch, in memory of this process."""
         parts = [each.part() for each in delivered]
@@ -199,7 +207,7 @@ class BatchIterator(WorkerAccess):
         device = self.config.devices.of(0).storing
 
         def join() -> TensorDictBase:
-            found = self._join(parts, nested)
+            found = self._joiner.join(parts, nested)
             return found if device is None else found.to(device)
 
         found = join() if nbytes <= INLINE_LIMIT else await offloaded(join, "aiosync-batch")

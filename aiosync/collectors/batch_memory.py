@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, pad
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, pad
 
 from aiosync.collectors.batch_buffers import BatchBuffer, Part
-from aiosync.collectors.env import MASK, TRAJ_IDS, Nested, Specs, assemble
+from aiosync.collectors.env import MASK, TRAJ_IDS, Fields, Nested, Specs, assemble
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.segment import Segment
+
+
+class _JoinedBatch(NamedTuple):
+    """A batch whose frames are still to be written."""
+
+    shape: tuple[int, ...]
+    specs: Specs  # of the entries of its first dimension
+    fields: Fields
+    data: TensorDict
 
 
 class BatchJoiner:
@@ -27,31 +36,49 @@ class BatchJoiner:
         self._dim = dim
         self._may_differ = may_differ
         self._free: list[BatchBuffer] = []
+        self._next: _JoinedBatch | None = None  # the memory of the next batch
+
+    def prepare(self, first: Part, count: int, nested: Nested) -> None:
+        """Make memory for a batch of so many parts that are all as the first one. Optional: :meth:`join` then
+        has less to do when the last part has come."""
+        if first.fields and not self._may_differ:
+            shape, _ = self._shape_of([first.data.shape] * count)
+            self._next = self._make(_specs_of(first, shape), shape, nested)
 
     def join(self, parts: Sequence[Part], nested: Nested) -> TensorDictBase:
         """Return one batch. ``nested``: the batch dimensions that nested entries have beside those of the
         parts. Blocking. InvalidArgumentError: the parts' shapes do not fit together."""
-        dim, put = 0, torch.stack
+        made, self._next = self._next, None
         shapes = [part.data.shape for part in parts]
-        if self._dim == "stack":
+        stacked = self._dim == "stack"
+        if stacked:
             longest = max(shape[-1] for shape in shapes)
             if self._may_differ or any(shape[-1] != longest for shape in shapes):
                 parts = [Part.of(pad_steps(part.data, longest, no_trajectory=-1)) for part in parts]
-            shape = (len(parts), *parts[0].data.shape)
-        else:
-            dim, put = self._check_dim(shapes, int(self._dim)), torch.cat
-            shape = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+                shapes = [part.data.shape for part in parts]
+        shape, dim = self._shape_of(shapes)
         first, *others = (part.specs for part in parts)
         if not first or any(other != first for other in others):
-            joined = [part.data for part in parts]
-            return _join_frames(joined, None if self._dim == "stack" else dim)
-        specs = tuple((key, (*shape[1:], *inner), dtype) for key, (inner, dtype) in first.items())
+            return _join_frames([part.data for part in parts], None if stacked else dim)
+        specs, put = _specs_of(parts[0], shape), torch.stack if stacked else torch.cat
+        if made is None or (made.shape, made.specs) != (shape, specs):
+            made = self._make(specs, shape, nested)
+        for key, view in made.fields.items():
+            put([part.fields[key] for part in parts], dim, out=view)
+        return made.data
+
+    def _shape_of(self, shapes: Sequence[torch.Size]) -> tuple[tuple[int, ...], int]:
+        """Return a batch's shape, of parts of these shapes, and the dimension that they are joined along."""
+        if self._dim == "stack":
+            return (len(shapes), *shapes[0]), 0
+        dim = self._check_dim(shapes, int(self._dim))
+        return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :]), dim
+
+    def _make(self, specs: Specs, shape: tuple[int, ...], nested: Nested) -> _JoinedBatch:
         buffer = self._buffer(specs, shape[0])
         views = buffer.lend(functools.partial(self._free.append, buffer))
-        found = {key: view[: shape[0]] for key, view in views.items()}
-        for key, view in found.items():
-            put([part.fields[key] for part in parts], dim, out=view)
-        return assemble(found, shape, nested)
+        fields = {key: view[: shape[0]] for key, view in views.items()}
+        return _JoinedBatch(shape, specs, fields, assemble(fields, shape, nested))
 
     def _check_dim(self, shapes: Sequence[torch.Size], dim: int) -> int:
         count = len(shapes[0])
@@ -71,6 +98,11 @@ class BatchJoiner:
             if buffer.fits(specs, steps):
                 return buffer
         return BatchBuffer(specs, steps, Segment.private)
+
+
+def _specs_of(part: Part, shape: tuple[int, ...]) -> Specs:
+    """Return the specs of a batch of this shape that has the fields of ``part``."""
+    return tuple((key, (*shape[1:], *inner), dtype) for key, (inner, dtype) in part.specs.items())
 
 
 def _join_frames(parts: Sequence[TensorDictBase], dim: int | None) -> TensorDictBase:

@@ -39,10 +39,10 @@ def _encoded(message: object) -> bytes:
     kind = type(message)
     if kind in _PLAIN and getattr(message, "data", None) is None:
         with suppress(TypeError):  # a user's number that is no int, such as one of NumPy
-            data = _ENCODER.encode(message)
-            return _HEAD.pack(1 + _PLAIN.index(kind), len(data)) + data
-    data = cloudpickle.dumps(message)
-    return _HEAD.pack(0, len(data)) + data
+            plain = _ENCODER.encode(message)
+            return _HEAD.pack(1 + _PLAIN.index(kind), len(plain)) + plain
+    pickled: bytes = cloudpickle.dumps(message)
+    return _HEAD.pack(0, len(pickled)) + pickled
 
 
 class ProcessCommandPipe(CommandPipe):

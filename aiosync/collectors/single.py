@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from aiosync.collectors.batch_buffers import Part
-from aiosync.collectors.batch_memory import split_trajectories
+from aiosync.collectors.batch_memory import BatchJoiner, split_trajectories
 from aiosync.collectors.collector import CALLED_IN_WORKERS, MultiCollector
 from aiosync.collectors.config import CollectorConfig, ReplayConfig, WeightConfig
 from aiosync.collectors.env import Nested
@@ -74,7 +74,7 @@ class Collector(MultiCollector):
             create_env_kwargs=create_env_kwargs,
             config=config,
         )
-        self._join = _the_only_part
+        self._joiner = _OnlyPart(config.batch.join_dim)
         self._env_was_given = callable(getattr(create_env_fn, "step", None)) and not isinstance(
             create_env_fn, type
         )
@@ -126,9 +126,13 @@ class Collector(MultiCollector):
         return replace(super()._spec(index), own_process=False, use_buffers=False)
 
 
-def _the_only_part(parts: Sequence[Part], nested: Nested) -> TensorDictBase:
-    (part,) = parts
-    return part.data
+class _OnlyPart(BatchJoiner):
+    """A batch of one part is that part."""
+
+    def join(self, parts: Sequence[Part], nested: Nested) -> TensorDictBase:
+        """Return the only part."""
+        (part,) = parts
+        return part.data
 
 
 _LOCAL_OPTIONS = {"envs_per_worker", "timeout", *CALLED_IN_WORKERS}
