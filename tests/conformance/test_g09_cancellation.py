@@ -63,7 +63,8 @@ async def test_send(case: SchemeCase, shape: tuple[int, int], wait: bool) -> Non
                 assert 0 <= value_of(worker.model) <= 100 + turns
             if turns % 4 == 3:
                 await _sound(cluster, 100 + turns)
-            assert cluster.scheme.stats.memory <= 3 * slot
+            # A slot that only a call of torch.distributed still reads does not count until that has returned.
+            await eventually(lambda: cluster.scheme.stats.memory <= 3 * slot, "no slot is left over")
 
 
 async def test_send_while_the_copy_runs(case: SchemeCase) -> None:
