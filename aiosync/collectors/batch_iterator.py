@@ -285,6 +285,9 @@ class BatchIterator(WorkerAccess):
                 await asyncio.sleep(0)  # anext() does not yield if the next batch has been delivered
         except Exception as exc:  # noqa: BLE001 - raised by the next call
             pool.fail(exc)
+        finally:
+            self._parked = True
+            pool.notify()  # a pause may be waiting for the end of the last batch
 
     @asynccontextmanager
     async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:

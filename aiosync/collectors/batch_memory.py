@@ -20,6 +20,7 @@ class _JoinedBatch(NamedTuple):
 
     shape: tuple[int, ...]
     specs: Specs  # of the entries of its first dimension
+    nested: Nested
     fields: Fields
     data: TensorDict
 
@@ -61,7 +62,7 @@ class BatchJoiner:
         if not first or any(other != first for other in others):
             return _join_frames([part.data for part in parts], None if stacked else dim)
         specs, put = _specs_of(parts[0], shape), torch.stack if stacked else torch.cat
-        if made is None or (made.shape, made.specs) != (shape, specs):
+        if made is None or (made.shape, made.specs, made.nested) != (shape, specs, nested):
             made = self._make(specs, shape, nested)
         for key, view in made.fields.items():
             put([part.fields[key] for part in parts], dim, out=view)
@@ -78,7 +79,7 @@ class BatchJoiner:
         buffer = self._buffer(specs, shape[0])
         views = buffer.lend(functools.partial(self._free.append, buffer))
         fields = {key: view[: shape[0]] for key, view in views.items()}
-        return _JoinedBatch(shape, specs, fields, assemble(fields, shape, nested))
+        return _JoinedBatch(shape, specs, nested, fields, assemble(fields, shape, nested))
 
     def _check_dim(self, shapes: Sequence[torch.Size], dim: int) -> int:
         count = len(shapes[0])

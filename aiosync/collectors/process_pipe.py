@@ -17,7 +17,7 @@ import cloudpickle
 import msgspec
 
 from aiosync.collectors.command_pipe import Batch, Collect, CommandPipe, CommandPipeClosed, EndEarly
-from aiosync.transports.sockets import READS, close_in_children
+from aiosync.transports.sockets import READS, close_in_children, read_on
 
 _HEAD = struct.Struct("!BQ")  # of a message: how it is encoded, and the number of bytes that follow
 _PLAIN: tuple[type[Any], ...] = (Collect, EndEarly, Batch)
@@ -38,7 +38,7 @@ def _encoded(message: object) -> bytes:
     """
     kind = type(message)
     if kind in _PLAIN and getattr(message, "data", None) is None:
-        with suppress(TypeError):  # a user's number that is no int, such as one of NumPy
+        with suppress(TypeError, OverflowError):  # a user's number that is no int, such as one of NumPy
             plain = _ENCODER.encode(message)
             return _HEAD.pack(1 + _PLAIN.index(kind), len(plain)) + plain
     pickled: bytes = cloudpickle.dumps(message)
@@ -163,7 +163,8 @@ class ProcessCommandPipe(CommandPipe):
                 self._wake()
                 if len(self._received) >= _LIMIT:
                     self._stop_reading()
-        self._loop.call_soon(self._read)
+        if self._reading and self._sock is not None:
+            read_on(self._sock.fileno(), self._read)
 
     def _next_end(self) -> int | None:
         """Where the next message ends; None: it is not complete."""

@@ -8,6 +8,7 @@ must not keep them open.
 from __future__ import annotations
 
 import array
+import asyncio
 import fcntl
 import ipaddress
 import os
@@ -15,16 +16,24 @@ import socket
 import struct
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 READS = 16
-"""How often a reader that the event loop calls reads, before it reads on in the loop's next iteration.
+"""How often a reader that the event loop calls reads, before it calls :func:`read_on`.
 
 It must read until nothing is there. If the other end has closed and left something unread, uvloop calls the
 reader once more, and then never again: libuv stops to poll a socket that has an error.
 """
 
 _UNIX_BUFFER = 2 << 20  # send buffer of a Unix socket in bytes
+
+
+def read_on(fd: int, reader: Callable[[], object]) -> None:
+    """Have the running loop call a reader of this descriptor again, also where it has stopped to poll it."""
+    loop = asyncio.get_running_loop()
+    loop.remove_reader(fd)
+    loop.add_reader(fd, reader)
 
 
 def credentials(sock: Any) -> tuple[int, int]:

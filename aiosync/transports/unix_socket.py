@@ -30,7 +30,7 @@ from collections.abc import Callable
 from aiosync._deadline import Deadline
 from aiosync.errors import WorkerLostError
 from aiosync.transports.base import FramedTransport, Listener, OnConnection, OnLost
-from aiosync.transports.sockets import READS, credentials
+from aiosync.transports.sockets import READS, credentials, read_on
 
 logger = logging.getLogger("aiosync")
 
@@ -117,7 +117,10 @@ class UnixConnection(FramedTransport):
                 logger.error("a connection is closed after an unexpected error", exc_info=exc)
                 self._break(exc)
                 return
-        asyncio.get_running_loop().call_soon(self._readable)
+            if not self.check_connection():
+                return
+        if self._sock is not None:
+            read_on(self._sock.fileno(), self._readable)
 
     def _break(self, exc: Exception | None) -> None:
         """Close the socket and report the connection as lost. None: the peer has closed it."""

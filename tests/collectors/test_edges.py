@@ -16,7 +16,14 @@ import torch
 from tensordict.nn import TensorDictModule
 
 from aiosync import InvalidArgumentError, NotConnectedError, SharedMemWeightSyncScheme, WorkerLostError
-from aiosync.collectors import Collector, CollectorConfig, MultiCollector, ProcessConfig
+from aiosync.collectors import (
+    Collector,
+    CollectorConfig,
+    MultiAsyncCollector,
+    MultiCollector,
+    MultiSyncCollector,
+    ProcessConfig,
+)
 from tests.collectors.kit import ENVS, ListReplayBuffer, check, collecting, pids_of, workers_of
 from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
 from tests.kit.clock import PATIENCE, eventually, within
@@ -76,6 +83,25 @@ async def test_a_pause_of_what_was_started(sync: bool) -> None:
             await asyncio.sleep(2.5)  # longer than a call may take
             assert len(replay.frames) == settled
         await eventually(lambda: len(replay.frames) >= settled + 60, "it goes on after a pause")
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiAsyncCollector, MultiSyncCollector])
+async def test_a_pause_that_begins_during_the_last_batch(kind: type[MultiCollector]) -> None:
+    """It begins when the batch is in the buffer, and does not wait for another message of a worker."""
+    replay = ListReplayBuffer()
+    envs = [functools.partial(AsyncCounting, name, seconds=0.02) for name in range(2)]
+    given: dict[str, Any] = {
+        "frames_per_batch": 20,
+        "total_frames": 20,
+        "timeout": PATIENCE,
+        "replay_buffer": replay,
+    }
+    async with kind(envs[: 1 + (kind is MultiSyncCollector)], make_policy(), **given) as collector:
+        await collector.start()
+        await eventually(lambda: any(each.requested for each in workers_of(collector)), "it has begun")
+        async with asyncio.timeout(PATIENCE / 2), collector.pause():
+            assert len(replay.frames) == 20
+        assert not collector.is_running()
 
 
 async def test_a_worker_that_fails_while_others_deliver() -> None:

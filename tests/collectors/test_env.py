@@ -15,6 +15,8 @@ from tensordict.nn import TensorDictModule
 
 from aiosync import InvalidArgumentError
 from aiosync.collectors import Collector, adapt, env
+from aiosync.collectors.batch_buffers import Part
+from aiosync.collectors.batch_memory import BatchJoiner
 from aiosync.collectors.env import Fields, Key, Nested, assemble, unflatten
 from tests.collectors.kit import collecting
 from tests.collectors.worlds import AsyncCounting, Counting, make_policy
@@ -230,3 +232,20 @@ def test_a_batch_is_assembled_as_tensordict_would(
     assert (first.batch_size, both.batch_size) == ((5,), (2, 2, 5))
     with pytest.raises(RuntimeError):
         made["wrong"] = torch.zeros(3)
+
+
+def test_a_prepared_batch_is_taken_only_if_it_fits() -> None:
+    joiner = BatchJoiner("stack")
+    fields: Fields = {("agents", "obs"): torch.rand(5, 3, 4), "done": torch.rand(5, 1)}
+    part = Part.of(unflatten(fields, (5,), {("agents",): (3,)}))
+    both: list[Nested] = [{("agents",): (3,)}, {}]
+    for nested in both:
+        joiner.prepare(part, 2, {("agents",): (3,)})
+        found = joiner.join([part, part], nested)
+        agents: Any = found.get("agents")
+        assert agents.batch_size == (2, 5, *nested.get(("agents",), ()))
+        assert all((found.get(key)[1] == value).all() for key, value in fields.items())
+    joiner.prepare(part, 3, {})
+    assert joiner.join([part, part], {}).batch_size == (2, 5)
+    held = [joiner.join([part, part], {}) for _ in range(3)]
+    assert len({each["done"].data_ptr() for each in held}) == 3

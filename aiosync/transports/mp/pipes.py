@@ -24,7 +24,7 @@ from aiosync.transports.mp.base import (
     refuse_if_full,
     split_messages,
 )
-from aiosync.transports.sockets import READS, ioctl_int
+from aiosync.transports.sockets import READS, ioctl_int, read_on
 
 _GRACE = 1.0  # seconds that ``close`` waits for the rest of a message
 
@@ -94,7 +94,8 @@ class ConnectionPipe(MessagePipe):
                 self._break("its pipe closed")
                 return
             self._split(data)
-        asyncio.get_running_loop().call_soon(self._readable)
+        if self._socket is not None:
+            read_on(self._socket.fileno(), self._readable)
 
     def _split(self, data: bytes) -> None:
         self._buffer += data
