@@ -143,6 +143,9 @@ class CommandPipe(ABC):
     async def drain(self) -> None:
         """Wait until this end buffers less than its limit. OSError: the other end is closed."""
 
+    async def flush(self) -> None:
+        """Wait until all messages are sent, or cannot be."""
+
     @abstractmethod
     async def receive(self) -> Any:
         """Wait for the next message."""

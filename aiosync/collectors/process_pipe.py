@@ -65,7 +65,8 @@ class ProcessCommandPipe(CommandPipe):
         self._unsent: deque[memoryview] = deque()
         self._unsent_nbytes = 0
         self._arrived: asyncio.Future[None] | None = None  # for receive()
-        self._drained = asyncio.Event()  # whether as little is unsent as drain() waits for
+        self._limit = _LIMIT  # 0 once flush() has been called
+        self._drained = asyncio.Event()  # whether no more than that is unsent
         self._drained.set()
         self._read_on()
 
@@ -91,7 +92,7 @@ class ProcessCommandPipe(CommandPipe):
                 self._loop.add_writer(self._sock, self._write_unsent)
             self._unsent.append(data[sent:])
             self._unsent_nbytes += len(data) - sent
-            if self._unsent_nbytes > _LIMIT:
+            if self._unsent_nbytes > self._limit:
                 self._drained.clear()
 
     def _write(self, sock: socket.socket, data: memoryview) -> int:
@@ -117,7 +118,7 @@ class ProcessCommandPipe(CommandPipe):
                 break
         if not self._unsent:
             self._forget_unsent()
-        elif self._unsent_nbytes <= _LIMIT:
+        elif self._unsent_nbytes <= self._limit:
             self._drained.set()
 
     def _forget_unsent(self) -> None:
@@ -131,6 +132,12 @@ class ProcessCommandPipe(CommandPipe):
         await self._drained.wait()
         if self._sock is None or self._mute:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    async def flush(self) -> None:
+        self._limit = 0
+        if self._unsent:
+            self._drained.clear()
+        await self._drained.wait()
 
     # -- receiving --------------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ async def run_worker(spec: Callable[[], WorkerSpec], schemes: Schemes, pipe: Com
         pass  # the collector closed the pipe
     except Exception as exc:  # noqa: BLE001 - sent to the collector
         pipe.send(ErrorReport.of(first or exc))
+        await pipe.flush()  # the collector's event loop may be busy; if it closes the pipe or dies, this ends
     finally:
         pipe.close()
 

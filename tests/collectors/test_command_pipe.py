@@ -119,6 +119,26 @@ def test_messages_that_are_larger_than_the_socket(run: Any) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("read", [True, False])
+async def test_all_is_sent_before_a_flush_ends(read: bool) -> None:
+    """Or the other end is closed."""
+    ours, theirs = multiprocessing.Pipe()
+    sender, reader = await ProcessCommandPipe.open(ours), await ProcessCommandPipe.open(theirs)
+    await within(sender.flush())
+    for number in range(3):
+        sender.send((number, b"x" * 1_000_000))
+    flushing = asyncio.ensure_future(sender.flush())
+    await asyncio.sleep(0.1)
+    assert not flushing.done()
+    if read:
+        assert [(await within(reader.receive()))[0] for _ in range(3)] == [0, 1, 2]
+    else:
+        reader.close()
+    await within(flushing)
+    sender.close()
+    reader.close()
+
+
 class _EndedHost(Host):
     """Runs a worker that has ended, after it has sent messages."""
 

@@ -125,6 +125,15 @@ async def test_a_worker_hangs(phase: str, sync: bool) -> None:
 
 
 @BOTH
+async def test_an_error_that_is_larger_than_a_socket(sync: bool) -> None:
+    envs = [Counting, functools.partial(Failing, "step", "at length")]
+    async with collecting(envs, make_policy(), sync=sync) as collector:
+        with pytest.raises(Odd, match=r"in stepx+"):
+            for _ in range(100):
+                await within(anext(collector))
+
+
+@BOTH
 async def test_a_worker_that_hangs_while_it_is_ended(sync: bool) -> None:
     async with collecting(ENVS, make_policy(), sync=sync) as collector:
         await anext(collector)

@@ -90,7 +90,8 @@ class Failing(Counting):
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.how == "exit":
             os._exit(3)
-        raise Odd(f"in {phase}", 13)
+        more = "x" * 2_000_000 if self.how == "at length" else ""
+        raise Odd(f"in {phase}{more}", 13)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         """See :class:`Counting`."""
