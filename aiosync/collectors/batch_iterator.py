@@ -129,15 +129,15 @@ class BatchIterator(WorkerAccess):
         def delivered() -> int:
             return sum(bool(worker.batches) for worker in pool.workers)
 
-        if self.num_workers > 1 and self.config.replay.replay_buffer is None:
-            await pool.wait_for(lambda: bool(delivered()), deadline, "receive")
-            self._prepare_join(next(worker.batches[0] for worker in pool.workers if worker.batches))
-        await pool.wait_for(lambda: delivered() >= enough, deadline, "receive")
         if enough < self.num_workers:
+            await pool.wait_for(lambda: delivered() >= enough, deadline, "receive")
             for worker in pool.workers:
                 if not worker.batches:
                     worker.end_early()
-            await pool.wait_for(lambda: delivered() >= self.num_workers, deadline, "receive")
+        elif self.num_workers > 1 and self.config.replay.replay_buffer is None:
+            await pool.wait_for(lambda: bool(delivered()), deadline, "receive")
+            self._prepare_join(next(worker.batches[0] for worker in pool.workers if worker.batches))
+        await pool.wait_for(lambda: delivered() >= self.num_workers, deadline, "receive")
         parts = [worker.batches[0] for worker in pool.workers]
         if self.config.replay.replay_buffer is None:
             return await self._join_parts(parts)

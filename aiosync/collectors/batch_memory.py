@@ -42,7 +42,7 @@ class BatchJoiner:
     def prepare(self, first: Part, count: int, nested: Nested) -> None:
         """Make memory for a batch of so many parts that are all as the first one. Optional: :meth:`join` then
         has less to do when the last part has come."""
-        if first.fields and not self._may_differ:
+        if first.fields:
             shape, _ = self._shape_of([first.data.shape] * count)
             self._next = self._make(_specs_of(first, shape), shape, nested)
 

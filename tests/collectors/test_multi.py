@@ -21,7 +21,7 @@ from aiosync import (
 from aiosync.collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from tests.collectors.kit import ENVS, check, collecting
 from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
-from tests.kit.clock import PATIENCE
+from tests.kit.clock import PATIENCE, within
 from tests.kit.marked import mark
 
 
@@ -73,6 +73,15 @@ def test_workers_that_begin_together_begin_apart(
     specs = MultiCollector(ENVS, make_policy(), frames_per_batch=20, total_frames=-1, **options)._specs()
     assert [spec.processor for spec in specs] == places
     assert [spec.turn for spec in specs] == [turn, turn]
+
+
+@pytest.mark.parametrize("join", ["stack", -1])
+async def test_with_a_threshold_of_zero_no_worker_completes_its_part(join: Any) -> None:
+    envs = [functools.partial(AsyncCounting, name, seconds=0.02) for name in range(2)]
+    options = {"frames_per_batch": 10_000, "preemptive_threshold": 0.0, "cat_results": join}
+    async with collecting(envs, make_policy(), sync=True, **options) as collector:
+        for _ in range(2):
+            assert (await within(anext(collector))).numel() < 100
 
 
 async def test_a_fast_worker_does_not_wait_for_a_slow_one() -> None:
