@@ -17,7 +17,7 @@ import cloudpickle
 import msgspec
 
 from aiosync.collectors.command_pipe import Batch, Collect, CommandPipe, CommandPipeClosed, EndEarly
-from aiosync.transports.sockets import READS, close_in_children, read_on
+from aiosync.transports.sockets import close_in_children, has_broken
 
 _HEAD = struct.Struct("!BQ")  # of a message: how it is encoded, and the number of bytes that follow
 _PLAIN: tuple[type[Any], ...] = (Collect, EndEarly, Batch)
@@ -152,26 +152,23 @@ class ProcessCommandPipe(CommandPipe):
             self._loop.remove_reader(self._sock)
 
     def _read(self) -> None:
-        for _ in range(READS):
-            if not self._reading or self._sock is None:
-                return
+        to_the_end = False
+        while (sock := self._sock) is not None and not self._ended:
             try:
-                data = self._sock.recv(_READ)
+                data = sock.recv(_READ)
             except _NOT_NOW:
                 return
             except OSError:  # the other end has left a message unread
                 data = b""
             self._received += data
-            if not data:
-                self._ended = True
-                self._stop_reading()
+            self._ended = not data
+            if self._ended or self._next_end() is not None:
                 self._wake()
-            elif self._next_end() is not None:
-                self._wake()
-                if len(self._received) >= _LIMIT:
+                if self._ended or len(self._received) >= _LIMIT:
                     self._stop_reading()
-        if self._reading and self._sock is not None:
-            read_on(self._sock.fileno(), self._read)
+            to_the_end = to_the_end or has_broken(sock)
+            if not to_the_end:
+                return
 
     def _next_end(self) -> int | None:
         """Where the next message ends; None: it is not complete."""

@@ -8,7 +8,6 @@ must not keep them open.
 from __future__ import annotations
 
 import array
-import asyncio
 import fcntl
 import ipaddress
 import os
@@ -16,24 +15,18 @@ import socket
 import struct
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
-
-READS = 16
-"""How often a reader that the event loop calls reads, before it calls :func:`read_on`.
-
-It must read until nothing is there. If the other end has closed and left something unread, uvloop calls the
-reader once more, and then never again: libuv stops to poll a socket that has an error.
-"""
 
 _UNIX_BUFFER = 2 << 20  # send buffer of a Unix socket in bytes
 
 
-def read_on(fd: int, reader: Callable[[], object]) -> None:
-    """Have the running loop call a reader of this descriptor again, also where it has stopped to poll it."""
-    loop = asyncio.get_running_loop()
-    loop.remove_reader(fd)
-    loop.add_reader(fd, reader)
+def has_broken(sock: socket.socket) -> bool:
+    """Return whether the other end has closed and left something unread; True only once.
+
+    The caller, a reader that the event loop calls, must then read to the end of the stream: libuv stops to
+    poll a socket that has an error, so uvloop calls a reader once more, and then never again.
+    """
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 
 
 def credentials(sock: Any) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from aiosync._deadline import Deadline
 from aiosync.errors import WorkerLostError
 from aiosync.transports.base import FramedTransport, Listener, OnConnection, OnLost
-from aiosync.transports.sockets import READS, credentials, read_on
+from aiosync.transports.sockets import credentials, has_broken
 
 logger = logging.getLogger("aiosync")
 
@@ -98,11 +98,10 @@ class UnixConnection(FramedTransport):
             self._sock = None
 
     def _readable(self) -> None:
-        for _ in range(READS):
-            if self._sock is None:
-                return
+        to_the_end = False
+        while (sock := self._sock) is not None:
             try:
-                data = self._sock.recv(_READ)
+                data = sock.recv(_READ)
             except _NOT_NOW:
                 return
             except OSError as exc:
@@ -111,16 +110,15 @@ class UnixConnection(FramedTransport):
             if not data:
                 self._break(None)
                 return
+            to_the_end = to_the_end or has_broken(sock)
             try:
                 self._feed(data)
             except Exception as exc:
                 logger.error("a connection is closed after an unexpected error", exc_info=exc)
                 self._break(exc)
                 return
-            if not self.check_connection():
+            if not to_the_end or not self.check_connection():
                 return
-        if self._sock is not None:
-            read_on(self._sock.fileno(), self._readable)
 
     def _break(self, exc: Exception | None) -> None:
         """Close the socket and report the connection as lost. None: the peer has closed it."""

@@ -12,8 +12,7 @@ from aiosync.protocol.frames import FROM_SENDER, Abort, Bye, Frame
 from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.transports import unix_socket as shared_memory
 from aiosync.transports.base import FramedTransport
-from aiosync.transports.sockets import READS
-from aiosync.transports.unix_socket import _MAX_UNSENT, UnixConnection, UnixListener, _os_address
+from aiosync.transports.unix_socket import _MAX_UNSENT, UnixListener, _os_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -118,32 +117,6 @@ async def test_what_a_peer_said_last_is_heard_though_it_reads_no_more(unread: bo
     transport.write(Abort(joint="unknown"))
     await transport.aclose()
     listener.close()
-
-
-async def test_a_peer_that_never_stops_gets_one_turn_at_a_time() -> None:
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    transport, turns = UnixConnection(), list[int]()
-    reads = 0
-
-    def take(data: bytes) -> None:
-        nonlocal reads
-        reads += 1
-        theirs.send(b"more")
-
-    transport._feed = take  # type: ignore[method-assign]
-    transport._adopt(ours)
-    theirs.send(b"first")
-    for _ in range(12):
-        before = reads
-        await asyncio.sleep(0)
-        turns.append(reads - before)
-    assert max(turns) <= 2 * READS and sum(turns) > 3 * READS, turns
-    await transport.aclose()
-    reads = 0
-    await asyncio.sleep(0.01)
-    assert reads == 0
-    theirs.close()
 
 
 async def test_a_fault_in_here_ends_one_connection(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,7 @@ from aiosync.transports.mp.base import (
     refuse_if_full,
     split_messages,
 )
-from aiosync.transports.sockets import READS, ioctl_int, read_on
+from aiosync.transports.sockets import has_broken, ioctl_int
 
 _GRACE = 1.0  # seconds that ``close`` waits for the rest of a message
 
@@ -79,12 +79,11 @@ class ConnectionPipe(MessagePipe):
         sock.close()
 
     def _readable(self) -> None:
-        for _ in range(READS):
-            if self._socket is None:
-                return
+        to_the_end = False
+        while (sock := self._socket) is not None:
             try:
                 # MSG_DONTWAIT and not O_NONBLOCK, which would also apply to the caller's descriptor.
-                data = self._socket.recv(1 << 18, socket.MSG_DONTWAIT)
+                data = sock.recv(1 << 18, socket.MSG_DONTWAIT)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as exc:
@@ -93,9 +92,10 @@ class ConnectionPipe(MessagePipe):
             if not data:
                 self._break("its pipe closed")
                 return
+            to_the_end = to_the_end or has_broken(sock)
             self._split(data)
-        if self._socket is not None:
-            read_on(self._socket.fileno(), self._readable)
+            if not to_the_end:
+                return
 
     def _split(self, data: bytes) -> None:
         self._buffer += data
