@@ -323,7 +323,7 @@ class WeightSender(SendingEndpoint):
         assert acks is not None
         try:
             if wait:
-                await acks.wait(publication.deadline, self.registry.timer)
+                await self._acks.until_answered(acks, publication.deadline)
         finally:
             self.publisher.settle(publication)
         now = time.perf_counter()

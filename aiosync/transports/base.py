@@ -161,6 +161,14 @@ class FramedTransport(Transport):
         """Return whether the connection is open, as far as is known without a round trip."""
         return not self._closed and self._end is None
 
+    def take_arrived(self) -> bool:
+        """Handle what has arrived, without waiting until the event loop finds it. Return whether there was
+        anything.
+
+        A transport may leave it to the event loop, and return False.
+        """
+        return False
+
     def trust(self, inbound: Inbound) -> None:
         """Accept the frames of ``inbound`` from now on: the peer has authenticated."""
         self._decoder.inbound = inbound

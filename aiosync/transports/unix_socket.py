@@ -97,28 +97,32 @@ class UnixConnection(FramedTransport):
             self._sock.close()
             self._sock = None
 
-    def _readable(self) -> None:
+    def take_arrived(self) -> bool:
+        return self.check_connection() and self._readable()
+
+    def _readable(self) -> bool:
         to_the_end = False
         while (sock := self._sock) is not None:
             try:
                 data = sock.recv(_READ)
             except _NOT_NOW:
-                return
+                return to_the_end
             except OSError as exc:
                 self._break(exc)
-                return
+                return True
             if not data:
                 self._break(None)
-                return
+                return True
             to_the_end = to_the_end or has_broken(sock)
             try:
                 self._feed(data)
             except Exception as exc:
                 logger.error("a connection is closed after an unexpected error", exc_info=exc)
                 self._break(exc)
-                return
+                return True
             if not to_the_end or not self.check_connection():
-                return
+                return True
+        return False
 
     def _break(self, exc: Exception | None) -> None:
         """Close the socket and report the connection as lost. None: the peer has closed it."""

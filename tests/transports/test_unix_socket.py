@@ -12,7 +12,8 @@ from aiosync.protocol.frames import FROM_SENDER, Abort, Bye, Frame
 from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.transports import unix_socket as shared_memory
 from aiosync.transports.base import FramedTransport
-from aiosync.transports.unix_socket import _MAX_UNSENT, UnixListener, _os_address
+from aiosync.transports.unix_socket import _MAX_UNSENT, UnixConnection, UnixListener, _os_address
+from tests.kit.clock import steps
 
 pytestmark = pytest.mark.asyncio
 
@@ -177,4 +178,41 @@ async def test_a_write_that_fails_for_another_reason_is_the_end() -> None:
     transport._sock = whole
     await transport.aclose()
     peer.close()
+    listener.close()
+
+
+async def test_what_has_arrived_is_taken_without_a_turn_of_the_loop() -> None:
+    listener, sink = UnixListener(), Sink()
+    peer, transport = await _connected(listener)
+    transport.trust(FROM_SENDER)
+    transport.start(sink)
+    assert not transport.take_arrived()
+    peer.send(encode(Abort(joint="a")))
+    assert transport.take_arrived()
+    assert sink.frames == [Abort(joint="a")]
+    assert not transport.take_arrived()
+    peer.send(encode(Abort(joint="b")))
+    peer.close()
+    assert transport.take_arrived() and transport.take_arrived()
+    assert len(sink.frames) == 2 and sink.reason is not None
+    assert not transport.take_arrived()
+    await transport.aclose()
+    listener.close()
+
+
+async def test_nothing_is_taken_while_a_connection_closes() -> None:
+    listener, sink = UnixListener(), Sink()
+    peer, transport = await _connected(listener)
+    transport.trust(FROM_SENDER)
+    transport.start(sink)
+    assert isinstance(transport, UnixConnection)
+    while not transport._unsent:  # so that closing waits until the peer has read it
+        transport.write(Abort(joint="a" * 8192))
+    closing = asyncio.create_task(transport.aclose())
+    await steps(5)
+    peer.send(encode(Abort(joint="b")))
+    assert not transport.take_arrived()
+    peer.close()
+    await closing
+    assert sink.frames == []
     listener.close()
