@@ -25,7 +25,7 @@ from aiosync.collectors.pool import Pool
 from aiosync.collectors.saved_state import RestorableIterator
 from aiosync.collectors.weight_sources import sent_in_full
 from aiosync.collectors.worker import cancel_all
-from aiosync.collectors.worker_spec import TURN, WorkerSpec
+from aiosync.collectors.worker_spec import WorkerSpec
 from aiosync.errors import InvalidArgumentError, NotConnectedError, OptionConflictError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
@@ -38,9 +38,6 @@ _CLOSE_SECONDS = 10.0
 
 _ABORT_SECONDS = 1.0
 """The same after a failed :meth:`MultiCollector.connect`."""
-
-_TURN_OF_A_PART = 10e-3
-"""As :data:`TURN`, where all workers collect for one batch: updates usually come between two batches."""
 
 CALLED_IN_WORKERS = ("init_fn", "pre_collect_hook", "post_collect_hook")
 """The options of :class:`ProcessConfig` that are functions."""
@@ -178,9 +175,7 @@ class MultiCollector(RestorableIterator, AsyncResource):
             return specs
         here = self.config.processes.launcher == "process"
         places = places_of(count) if here else [None] * count
-        ends_early = self.config.batch.enough_of(count) < count
-        turn = TURN if ends_early else _TURN_OF_A_PART
-        return [replace(spec, processor=place, turn=turn) for spec, place in zip(specs, places, strict=True)]
+        return [replace(spec, processor=place) for spec, place in zip(specs, places, strict=True)]
 
     def _spec(self, index: int) -> WorkerSpec:
         make, config = self.policy_factory[index], self.config

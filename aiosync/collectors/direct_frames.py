@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from aiosync.collectors.gymnasium_env import GymnasiumEnv
 from aiosync.collectors.policy import Actor, ObservationActor
 from aiosync.collectors.tensordict_env import TensorDictEnv
 from aiosync.collectors.trajectory_ids import TrajectoryIds
+from aiosync.collectors.turns import IsDue
 from aiosync.errors import InvalidArgumentError
 
 VERSION = "policy_version"
@@ -105,9 +105,9 @@ class DirectFrames(ABC):
             self._version, self._steps, self._has_beginning = version, steps, started
 
     @abstractmethod
-    def run(self, policy: Actor, place: int, end: int, until: float) -> Run:
-        """Take steps, and write their frames from ``place`` on: to before ``end``, or until a time of
-        ``time.perf_counter()``, or until something else must be done first."""
+    def run(self, policy: Actor, place: int, end: int, is_due: IsDue) -> Run:
+        """Take steps, and write their frames from ``place`` on: to before ``end``, or until a turn of the
+        event loop ``is_due()``, or until something else must be done first."""
 
     def _ended(self, run: Run) -> Run:
         self._next = run.end
@@ -167,10 +167,10 @@ class GymnasiumFrames(DirectFrames):
         self._started = place
         return True
 
-    def run(self, policy: Any, place: int, end: int, until: float) -> Run:
+    def run(self, policy: Any, place: int, end: int, is_due: IsDue) -> Run:
         # With a small policy and a small environment, a fourth of the time would be spent here if this were
         # divided into methods: the processor's caches have no room for all the code of a step.
-        env, step, call, clock = self._env, self._env.env.step, policy.call, time.perf_counter
+        env, step, call = self._env, self._env.env.step, policy.call
         actions, given, observations, bool_ = self._action, self._given, self._observations, _BOOL
         rewards, terminations, truncations = self._rewards, self._terminations, self._truncations
         shape, dtype = observations.shape[1:], observations.dtype
@@ -213,7 +213,7 @@ class GymnasiumFrames(DirectFrames):
                 break
             begun = False
             place += 1
-            if clock() >= until:
+            if is_due():
                 break
         self.observation = observation
         return self._ended(Run(place, found, begun))
@@ -250,7 +250,7 @@ class TensorDictFrames(DirectFrames):
         self._write_next = functools.partial(write_fields, buffer.next_columns)
         self._fields = buffer.next_columns.keys() - {VERSION}
 
-    def run(self, policy: Actor, place: int, end: int, until: float) -> Run:
+    def run(self, policy: Actor, place: int, end: int, is_due: IsDue) -> Run:
         env, found, begun = self._env, None, False
         while place < end:
             chosen: Values = dict(policy(self.observation))
@@ -270,7 +270,7 @@ class TensorDictFrames(DirectFrames):
                 break
             begun = False
             place += 1
-            if time.perf_counter() >= until:
+            if is_due():
                 break
         return self._ended(Run(place, found, begun))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import time
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from aiosync.collectors.partial_batch import PartialBatch
 from aiosync.collectors.pickling import dump_env, load_env
 from aiosync.collectors.policy import Acting, Actor
 from aiosync.collectors.trajectory_ids import TrajectoryIds
+from aiosync.collectors.turns import IsDue
 
 
 @dataclass(eq=False, repr=False)
@@ -124,10 +124,9 @@ class Rollout:
             else:
                 self.env.env = env
 
-    async def collect(self, batch: PartialBatch, seconds: float) -> None:
-        """Collect frames for ``batch`` until it has no room, or for about so many seconds. Raises what the
-        environment or the policy raises."""
-        until = time.perf_counter() + seconds
+    async def collect(self, batch: PartialBatch, is_due: IsDue) -> None:
+        """Collect frames for ``batch`` until it has no room, or until a turn of the event loop ``is_due()``,
+        but at least one. Raises what the environment or the policy raises."""
         async with self._lock:
             if batch is not self._batch:
                 self._flush()
@@ -147,12 +146,12 @@ class Rollout:
                     after, chosen = None, None
                     directly = self._goes_directly(batch)
                     if directly:
-                        after, chosen = self._collect_directly(batch, until)
+                        after, chosen = self._collect_directly(batch, is_due)
                     if not directly or chosen is not None:
                         after = await self._collect_frame(batch, each, chosen)
                     if after is not None:
                         await self._advance(after)
-                    if time.perf_counter() >= until:
+                    if is_due():
                         return
 
     def _goes_directly(self, batch: PartialBatch) -> bool:
@@ -206,7 +205,7 @@ class Rollout:
             memory.direct = self._fields, found
         return cast("DirectFrames | None", memory.direct[1])
 
-    def _collect_directly(self, batch: PartialBatch, until: float) -> tuple[Values | None, Values | None]:
+    def _collect_directly(self, batch: PartialBatch, is_due: IsDue) -> tuple[Values | None, Values | None]:
         """Collect frames while nothing but calls of the policy and steps of the environment is to do.
 
         Returns:
@@ -223,7 +222,7 @@ class Rollout:
         if self._found is None:
             frames.observation = env.observed(self._current)
         with no_nested_loop():
-            run = frames.run(self.policy, first, batch.capacity, until)
+            run = frames.run(self.policy, first, batch.capacity, is_due)
         if run.found is not None:
             self._found, self._follows = run.found, True
         if count := run.end + run.begun - first:

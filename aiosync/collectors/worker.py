@@ -43,6 +43,7 @@ from aiosync.collectors.policy import Acting, adapt_policy, to_device
 from aiosync.collectors.profiling import BatchProfiler, ProfileConfig
 from aiosync.collectors.rollout import Rollout
 from aiosync.collectors.tensordict_env import load_env_state
+from aiosync.collectors.turns import Turns
 from aiosync.collectors.worker_spec import POLICY, Schemes, WorkerSpec
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
@@ -219,7 +220,7 @@ class Worker:
         return Answer(call.number, value)
 
     async def _roll_out(self, rollout: Rollout) -> None:
-        seconds = self._spec.turn if len(self._rollouts) == 1 else 0.0  # several take turns, frame by frame
+        turns = Turns(own_loop=self._spec.own_process) if len(self._rollouts) == 1 else None
         while True:
             batch = next((batch for batch in self._partial_batches if batch.has_room), None)
             if batch is None:
@@ -232,7 +233,8 @@ class Worker:
                     move_to(self._spec.processor)
                 if self._before_batch is not None:
                     self._before_batch()
-            await rollout.collect(batch, seconds)
+            # Several rollouts take turns, frame by frame.
+            await rollout.collect(batch, turns.begin() if turns is not None else lambda: True)
             self._deliver_complete()
             await self._pipe.drain()
             version = self._version()

@@ -13,9 +13,6 @@ from aiosync.schemes.base import WeightSyncScheme
 
 POLICY = "policy"
 
-TURN = 2e-3
-"""Seconds that a rollout steps before the event loop handles updates and commands, between two frames."""
-
 Schemes: TypeAlias = Mapping[str, WeightSyncScheme]
 """Model id -> the scheme that delivers its weights."""
 
@@ -37,7 +34,6 @@ class WorkerSpec:
     parts: int = 1  # how many workers a batch comes from
     share_tensors: bool = False  # tensors of this spec in shared memory are shared, not copied
     processor: int | None = None  # the worker begins each batch on it; None: where it is
-    turn: float = TURN
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # torch's default dtype
 
     @property

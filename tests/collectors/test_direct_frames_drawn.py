@@ -207,7 +207,7 @@ class Run:
                 for call in calls:
                     await self._call(call, batch)
                 while batch.has_room:
-                    await self._rollout.collect(batch, 10.0)
+                    await self._rollout.collect(batch, lambda: False)
                 self._close(batch)
         except Exception as exc:  # noqa: BLE001 - it is compared
             self.error = f"{type(exc).__name__}: {exc}"
@@ -215,7 +215,7 @@ class Run:
     async def _call(self, call: str, batch: PartialBatch) -> None:
         rollout = self._rollout
         if call == "collect" and batch.has_room:
-            await rollout.collect(batch, 0.0)  # one frame
+            await rollout.collect(batch, lambda: True)  # one frame
         elif call == "version":
             self.version += 1
         elif call.endswith("reset"):
@@ -309,8 +309,8 @@ async def test_frames_of_these_are_written_directly(monkeypatch: Any) -> None:
     lengths: list[int] = []
     run = GymnasiumFrames.run
 
-    def count(self: GymnasiumFrames, policy: Any, place: int, end: int, until: float) -> Any:
-        done = run(self, policy, place, end, until)
+    def count(self: GymnasiumFrames, policy: Any, place: int, end: int, is_due: Any) -> Any:
+        done = run(self, policy, place, end, is_due)
         lengths.append(done.end - place)
         return done
 

@@ -1,0 +1,113 @@
+"""When a rollout gives its event loop a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+
+from aiosync.collectors import turns
+from aiosync.collectors.turns import Turns
+
+LONG = 1000.0
+
+can_be_asked = pytest.mark.skipif(sys.platform != "linux", reason="loops can be asked on Linux only")
+
+
+def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on uvloop's event loop."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        uvloop.run(test(*args, **kwargs))
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a turn be due only because something has arrived."""
+    monkeypatch.setattr(turns, "_LEAST", 0.0)
+    monkeypatch.setattr(turns, "_OFTEN", LONG)
+    monkeypatch.setattr(turns, "_RARELY", LONG)
+
+
+@can_be_asked
+@on_uvloop
+async def test_a_turn_is_due_when_a_descriptor_is_readable() -> None:
+    own = Turns(own_loop=True)
+    readable, written = os.pipe()
+    got: list[bytes] = []
+    loop = asyncio.get_running_loop()
+    loop.add_reader(readable, lambda: got.append(os.read(readable, 1)))
+    await asyncio.sleep(0)
+    is_due = own.begin()
+    assert not is_due()
+    os.write(written, b"a")
+    assert is_due() and is_due()
+    await asyncio.sleep(0)
+    assert got == [b"a"]  # one turn is enough
+    assert not is_due()
+    loop.remove_reader(readable)
+    os.close(readable)
+    os.close(written)
+
+
+@can_be_asked
+@on_uvloop
+async def test_a_turn_is_due_when_a_thread_has_scheduled_a_callback() -> None:
+    own = Turns(own_loop=True)
+    loop = asyncio.get_running_loop()
+    called = asyncio.Event()
+    await asyncio.sleep(0)  # the loop watches its own descriptors from its first turn on
+    is_due = own.begin()
+    assert not is_due()
+    thread = threading.Thread(target=loop.call_soon_threadsafe, args=(called.set,))
+    thread.start()
+    thread.join()
+    assert is_due()
+    await called.wait()
+    assert not is_due()
+
+
+@can_be_asked
+@on_uvloop
+async def test_turns_for_what_has_arrived_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Turns(own_loop=True)
+    monkeypatch.setattr(turns, "_LEAST", LONG)
+    monkeypatch.setattr(turns, "_RARELY", 2 * LONG)
+    readable, written = os.pipe()
+    asyncio.get_running_loop().add_reader(readable, lambda: None)  # nobody reads it
+    await asyncio.sleep(0)
+    os.write(written, b"a")
+    assert not own.begin()()
+    asyncio.get_running_loop().remove_reader(readable)
+    os.close(readable)
+    os.close(written)
+
+
+@can_be_asked
+@on_uvloop
+async def test_a_turn_is_due_after_some_time_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Turns(own_loop=True)
+    monkeypatch.setattr(turns, "_RARELY", 0.0)
+    assert own.begin()()
+
+
+@pytest.mark.parametrize("own_loop", [True, False])
+@pytest.mark.asyncio
+async def test_a_loop_that_is_not_asked_gets_its_turns_in_time(
+    own_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = Turns(own_loop=own_loop)  # asyncio's loop cannot be asked, nor is another one's
+    asyncio.get_running_loop().call_soon_threadsafe(lambda: None)
+    assert not others.begin()()
+    monkeypatch.setattr(turns, "_OFTEN", 0.0)
+    assert others.begin()()
