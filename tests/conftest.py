@@ -86,6 +86,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     arrange(items, config.rootpath)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Check that pytest-xdist keeps tests of one unit together. Otherwise nothing fails, and each process
+    starts what is expensive."""
+    if getattr(session.config.option, "loadgroup", False):
+        apart = [item.nodeid for item in session.items if "@" not in item.nodeid]
+        if apart:
+            raise pytest.UsageError(f"pytest-xdist ignores the groups of tests with this pytest: {apart[0]}")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Count before any fixture is made."""
