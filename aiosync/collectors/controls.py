@@ -287,7 +287,8 @@ class Controls:
         if not given.keys() <= self._schemes.keys():
             unknown = sorted(given.keys() - self._schemes.keys())
             raise UnknownModelError(unknown, list(self._schemes), self._why_no_default)
-        ids = indices_of(ids, self.policy_device, self.num_workers)
+        if ids is not None:
+            ids = indices_of(ids, self.policy_device, self.num_workers)
         serving = list(pool.workers)
         try:
             if len(given) == 1:

@@ -13,7 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -209,7 +209,7 @@ def _run(
         pipe = await ProcessCommandPipe.open(theirs)
         with suppress(CommandPipeClosed):  # the collector closed before this worker began
             spec = await pipe.receive()
-            await run_worker(lambda: load_spec(spec, shared), schemes, pipe)
+            await run_worker(lambda: replace(load_spec(spec, shared), own_loop=True), schemes, pipe)
 
     if sys.platform == "win32":
         asyncio.run(main())

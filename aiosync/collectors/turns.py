@@ -19,6 +19,10 @@ _RARELY = 10e-3
 """Most seconds between two turns of one that can. Only its timers, and callbacks that an environment has
 scheduled, wait so long."""
 
+_ITERATIONS = 8
+"""Iterations of the loop in a turn of one that can be asked: what has arrived resolves a future, that wakes a
+task, and so on, without anything that arrives. More of such steps than these wait for the next turn."""
+
 _LEAST = 0.5e-3
 """Least seconds between two turns that were due because something had arrived. A descriptor of the
 environment that nobody reads would else cost a turn after each frame."""
@@ -33,14 +37,16 @@ class Turns:
     loop's epoll instance is readable then.
 
     Args:
-        own_loop: whether the event loop runs this worker alone. Another one gets its turns in time.
+        own_loop: whether the event loop runs this worker alone. If not, its other tasks get regular turns.
+        each_frame: whether there is a turn after each frame, as several rollouts take turns.
     """
 
-    def __init__(self, *, own_loop: bool) -> None:
+    def __init__(self, *, own_loop: bool, each_frame: bool = False) -> None:
         # uvloop does not document this method. Without it turns are more frequent, and nothing else changes.
         backend: Any = getattr(asyncio.get_running_loop(), "_get_backend_id", None)
         self._poll: Callable[[int], list[tuple[int, int]]] | None = None
-        if own_loop and backend is not None and sys.platform == "linux":
+        self._seconds = 0.0 if each_frame else _OFTEN
+        if own_loop and not each_frame and backend is not None and sys.platform == "linux":
             poll = select.poll()
             poll.register(backend(), select.POLLIN)
             self._poll = poll.poll
@@ -49,7 +55,8 @@ class Turns:
         """Return what says when the next turn is due, counted from now."""
         clock, poll, now = time.perf_counter, self._poll, time.perf_counter()
         if poll is None:
-            return lambda: clock() >= now + _OFTEN
+            until = now + self._seconds
+            return lambda: clock() >= until
         least, most = now + _LEAST, now + _RARELY
 
         def is_due() -> bool:
@@ -57,3 +64,8 @@ class Turns:
             return at >= least and (at >= most or bool(poll(0)))
 
         return is_due
+
+    async def give(self) -> None:
+        """Give the event loop a turn."""
+        for _ in range(1 if self._poll is None else _ITERATIONS):
+            await asyncio.sleep(0)

@@ -220,7 +220,7 @@ class Worker:
         return Answer(call.number, value)
 
     async def _roll_out(self, rollout: Rollout) -> None:
-        turns = Turns(own_loop=self._spec.own_process) if len(self._rollouts) == 1 else None
+        turns = Turns(own_loop=self._spec.own_loop, each_frame=len(self._rollouts) > 1)
         while True:
             batch = next((batch for batch in self._partial_batches if batch.has_room), None)
             if batch is None:
@@ -233,12 +233,11 @@ class Worker:
                     move_to(self._spec.processor)
                 if self._before_batch is not None:
                     self._before_batch()
-            # Several rollouts take turns, frame by frame.
-            await rollout.collect(batch, turns.begin() if turns is not None else lambda: True)
+            await rollout.collect(batch, turns.begin())
             self._deliver_complete()
             await self._pipe.drain()
             version = self._version()
-            await asyncio.sleep(0)  # updates and commands are handled between two frames
+            await turns.give()  # updates and commands are handled between two frames
             if version != self._version():
                 _yield_processor()
 

@@ -30,6 +30,7 @@ class WorkerSpec:
     seed: int | None = None  # of its first environment; None: unseeded
     extra_updates: int = 0  # updates of the policy before this worker's start that no scheme counts
     own_process: bool = True  # the worker does not share its process with the collector
+    own_loop: bool = False  # the worker's event loop runs nothing else
     use_buffers: bool = True  # batches go through shared memory; otherwise in messages
     parts: int = 1  # how many workers a batch comes from
     share_tensors: bool = False  # tensors of this spec in shared memory are shared, not copied

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _TURN_EVERY = 0.001
 """Most seconds for which calls that find all answers there keep the event loop, and the last such call."""
 
+_ITERATIONS = 4
+"""Iterations of the event loop that such a call then leaves to others, whose work takes several."""
+
 
 class PendingAcks:
     """Waits until some workers have answered for the version that they have to reach."""
@@ -175,7 +178,7 @@ class AckWaiter:
     _model_id: str | None
     _events: EventSource
 
-    # When a call that found all answers there gave the event loop a turn.
+    # When a call that found all answers there left the event loop to others.
     _gave_turn: float = field(default=0.0, init=False)
 
     # -- waits ------------------------------------------------------------------------------------
@@ -185,7 +188,8 @@ class AckWaiter:
 
         A worker that Linux runs on this processor has answered by the time that its notification is written.
         So the answers that are there are read first. To wait until the event loop finds them takes a tenth of
-        a small update's time. The loop still gets a turn every millisecond.
+        a small update's time. The loop still gets a few iterations every millisecond, as from a call that
+        waits.
         """
         for worker in tuple(acks.pending):
             connection = self._registry.connections.get(worker)
@@ -194,7 +198,8 @@ class AckWaiter:
         if acks.pending:
             await acks.wait(deadline, self._registry.timer)
         elif time.monotonic() - self._gave_turn > _TURN_EVERY:
-            await asyncio.sleep(0)
+            for _ in range(_ITERATIONS):
+                await asyncio.sleep(0)
             self._gave_turn = time.monotonic()
 
     async def wait_for(

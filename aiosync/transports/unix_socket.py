@@ -98,7 +98,17 @@ class UnixConnection(FramedTransport):
             self._sock = None
 
     def take_arrived(self) -> bool:
-        return self.check_connection() and self._readable()
+        if not self.check_connection():
+            return False
+        try:
+            return self._readable()
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        # An error of a handler or a hook is not the caller's, as in a callback of the event loop.
+        except BaseException as exc:  # noqa: BLE001
+            context = {"message": "Exception in a handler of a connection", "exception": exc}
+            asyncio.get_running_loop().call_exception_handler(context)
+            return True
 
     def _readable(self) -> bool:
         to_the_end = False

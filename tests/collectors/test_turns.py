@@ -79,6 +79,40 @@ async def test_a_turn_is_due_when_a_thread_has_scheduled_a_callback() -> None:
 
 @can_be_asked
 @on_uvloop
+async def test_a_turn_is_long_enough_for_the_tasks_that_are_woken_by_what_has_arrived() -> None:
+    """As for a command: a reader resolves a future, for which one task waits, for which another one waits."""
+    own = Turns(own_loop=True)
+    readable, written = os.pipe()
+    loop = asyncio.get_running_loop()
+    arrived, done = asyncio.Event(), asyncio.Event()
+
+    def read() -> None:
+        os.read(readable, 1)
+        arrived.set()
+
+    loop.add_reader(readable, read)
+
+    async def command() -> None:
+        await asyncio.wait([asyncio.ensure_future(arrived.wait())])
+
+    async def handle() -> None:
+        await asyncio.gather(command())
+        done.set()
+
+    task = asyncio.create_task(handle())
+    await own.give()
+    os.write(written, b"a")
+    assert own.begin()()
+    await own.give()
+    assert done.is_set()
+    await task
+    loop.remove_reader(readable)
+    os.close(readable)
+    os.close(written)
+
+
+@can_be_asked
+@on_uvloop
 async def test_turns_for_what_has_arrived_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Turns(own_loop=True)
     monkeypatch.setattr(turns, "_LEAST", LONG)
@@ -110,4 +144,9 @@ async def test_a_loop_that_is_not_asked_gets_its_turns_in_time(
     asyncio.get_running_loop().call_soon_threadsafe(lambda: None)
     assert not others.begin()()
     monkeypatch.setattr(turns, "_OFTEN", 0.0)
-    assert others.begin()()
+    assert Turns(own_loop=own_loop).begin()()
+
+
+@pytest.mark.asyncio
+async def test_several_rollouts_take_turns_frame_by_frame() -> None:
+    assert Turns(own_loop=True, each_frame=True).begin()()

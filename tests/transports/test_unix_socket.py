@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from typing import Any
 
 import pytest
 
@@ -215,4 +216,37 @@ async def test_nothing_is_taken_while_a_connection_closes() -> None:
     peer.close()
     await closing
     assert sink.frames == []
+    listener.close()
+
+
+class Hook(Sink):
+    """A sink whose handlers raise ``error``, as a user's hooks may."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
+
+    def frame_received(self, frame: Frame) -> None:
+        raise self._error
+
+    def connection_lost(self, reason: str) -> None:
+        super().connection_lost(reason)
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [ValueError("a fault"), asyncio.CancelledError()])
+@pytest.mark.parametrize("ends", [False, True])
+async def test_an_error_of_a_handler_is_not_the_callers(error: BaseException, ends: bool) -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    listener, sink = UnixListener(), Hook(error)
+    peer, transport = await _connected(listener)
+    transport.trust(FROM_SENDER)
+    transport.start(sink)
+    if not ends:
+        peer.send(encode(Abort(joint="a")))
+    peer.close()
+    assert transport.take_arrived()
+    assert [context["exception"] for context in reported] == [error]
+    await transport.aclose()
     listener.close()
