@@ -30,7 +30,7 @@ class Collector(MultiCollector):
 
     Otherwise it behaves as a :class:`MultiCollector` with one worker and ``sync=True``: no step happens
     between one batch and the request for the next. The policy that acts is a copy, with the version that was
-    sent last. Steps block the event loop: other tasks run after each step, or about every 2 ms if steps take
+    sent last. Steps block the event loop: other tasks run after each step, or about every 4 ms if steps take
     less. An environment whose ``step`` is a coroutine function does not block it.
 
     Args:

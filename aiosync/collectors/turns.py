@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 IsDue: TypeAlias = Callable[[], bool]
 """Returns whether the event loop is to have a turn now. A rollout calls it after each frame."""
 
-_OFTEN = 2e-3
+_OFTEN = 4e-3
 """Most seconds between two turns of an event loop that cannot be asked whether anything waits for it."""
 
 _RARELY = 10e-3
@@ -22,6 +22,9 @@ scheduled, wait so long."""
 _ITERATIONS = 8
 """Iterations of the loop in a turn of one that can be asked: what has arrived resolves a future, that wakes a
 task, and so on, without anything that arrives. More of such steps than these wait for the next turn."""
+
+_FEWER_ITERATIONS = 4
+"""The same of one that cannot be asked."""
 
 _LEAST = 0.5e-3
 """Least seconds between two turns that were due because something had arrived. A descriptor of the
@@ -46,10 +49,11 @@ class Turns:
         backend: Any = getattr(asyncio.get_running_loop(), "_get_backend_id", None)
         self._poll: Callable[[int], list[tuple[int, int]]] | None = None
         self._seconds = 0.0 if each_frame else _OFTEN
+        self._iterations = 1 if each_frame else _FEWER_ITERATIONS
         if own_loop and not each_frame and backend is not None and sys.platform == "linux":
             poll = select.poll()
             poll.register(backend(), select.POLLIN)
-            self._poll = poll.poll
+            self._poll, self._iterations = poll.poll, _ITERATIONS
 
     def begin(self) -> IsDue:
         """Return what says when the next turn is due, counted from now."""
@@ -67,5 +71,5 @@ class Turns:
 
     async def give(self) -> None:
         """Give the event loop a turn."""
-        for _ in range(1 if self._poll is None else _ITERATIONS):
+        for _ in range(self._iterations):
             await asyncio.sleep(0)

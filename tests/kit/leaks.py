@@ -33,11 +33,13 @@ class Snapshot:
     @classmethod
     def take(cls) -> Snapshot:
         """Now."""
+        # Once: psutil reads a file of each process on the machine for it.
+        children = psutil.Process().children(recursive=True)
         return cls(
             frozenset(f"{t.name}/{t.ident}" for t in threading.enumerate()),
             frozenset(_descriptors()),
-            frozenset(p.pid for p in psutil.Process().children(recursive=True) if _runs(p)),
-            frozenset(_shared_memory()),
+            frozenset(process.pid for process in children if _runs(process)),
+            frozenset(_shared_memory({os.getpid(), *(process.pid for process in children)})),
         )
 
     def left_since(self) -> dict[str, list[str]]:
@@ -107,12 +109,11 @@ def mark_what_is_ours() -> None:
     BaseProcess.start = start_and_note  # type: ignore[method-assign]
 
 
-def _shared_memory() -> list[str]:
+def _shared_memory(tree: set[int]) -> list[str]:
+    """The entries of /dev/shm that a process of this tree has made. ``tree``: its processes at the moment."""
     folder = Path("/dev/shm")
     names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
-    tree = [psutil.Process(), *psutil.Process().children(recursive=True)] if names else []
-    pids = {process.pid for process in tree} | _pids
-    return [name for name in names if _is_ours(name, pids)]
+    return [name for name in names if _is_ours(name, tree | _pids)]
 
 
 def _is_ours(name: str, pids: set[int]) -> bool:
