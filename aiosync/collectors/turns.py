@@ -27,8 +27,8 @@ _FEWER_ITERATIONS = 4
 """The same of one that cannot be asked."""
 
 _LEAST = 0.5e-3
-"""Least seconds between two turns that were due because something had arrived. A descriptor of the
-environment that nobody reads would else cost a turn after each frame."""
+"""Least seconds between two turns that were due because something had arrived. Otherwise a descriptor that
+stays readable, of an environment for example, would cost a turn after each frame."""
 
 
 class Turns:

@@ -38,14 +38,16 @@ def sent_in_full(policy: Any, schemes: Schemes) -> list[nn.Module]:
     return found
 
 
-def indices_of(ids: WorkersOrDevices, devices: Sequence[Any] | None, workers: int) -> int | list[int] | None:
+def indices_of(
+    ids: int | torch.device | Sequence[int | torch.device], devices: Sequence[Any] | None, workers: int
+) -> int | list[int]:
     """Return the indices of workers that may be given by the devices of their policies. ``devices``: of each
     worker's policy.
 
     Raises:
         UnknownWorkerError: no worker's policy is on this device.
     """
-    if ids is None or isinstance(ids, int):
+    if isinstance(ids, int):
         return ids
     found: list[int] = []
     for each in [ids] if isinstance(ids, torch.device) else ids:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiosync.sender.registry import WorkerRegistry
 
 _TURN_EVERY = 0.001
-"""Most seconds for which calls that find all answers there keep the event loop, and the last such call."""
+"""Most seconds for which calls that find all answers there keep the event loop to themselves."""
 
 _ITERATIONS = 4
 """Iterations of the event loop that such a call then leaves to others, whose work takes several."""
@@ -178,8 +178,7 @@ class AckWaiter:
     _model_id: str | None
     _events: EventSource
 
-    # When a call that found all answers there left the event loop to others.
-    _gave_turn: float = field(default=0.0, init=False)
+    _gave_turn: float = field(default=0.0, init=False)  # when a call left the event loop to others
 
     # -- waits ------------------------------------------------------------------------------------
 
@@ -188,8 +187,7 @@ class AckWaiter:
 
         A worker that Linux runs on this processor has answered by the time that its notification is written.
         So the answers that are there are read first. To wait until the event loop finds them takes a tenth of
-        a small update's time. The loop still gets a few iterations every millisecond, as from a call that
-        waits.
+        a small update's time. The loop still gets a few iterations every millisecond.
         """
         for worker in tuple(acks.pending):
             connection = self._registry.connections.get(worker)
@@ -200,7 +198,9 @@ class AckWaiter:
         elif time.monotonic() - self._gave_turn > _TURN_EVERY:
             for _ in range(_ITERATIONS):
                 await asyncio.sleep(0)
-            self._gave_turn = time.monotonic()
+        else:
+            return
+        self._gave_turn = time.monotonic()
 
     async def wait_for(
         self,

@@ -7,7 +7,8 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,6 +32,20 @@ def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return run
 
 
+@contextmanager
+def watched_pipe(read: Callable[[int], object]) -> Iterator[int]:
+    """A pipe that the running loop watches: ``read`` gets the end to read. Yields the end to write."""
+    readable, written = os.pipe()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(readable, read, readable)
+    try:
+        yield written
+    finally:
+        loop.remove_reader(readable)
+        os.close(readable)
+        os.close(written)
+
+
 @pytest.fixture(autouse=True)
 def _no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a turn be due only because something has arrived."""
@@ -43,21 +58,16 @@ def _no_times(monkeypatch: pytest.MonkeyPatch) -> None:
 @on_uvloop
 async def test_a_turn_is_due_when_a_descriptor_is_readable() -> None:
     own = Turns(own_loop=True)
-    readable, written = os.pipe()
     got: list[bytes] = []
-    loop = asyncio.get_running_loop()
-    loop.add_reader(readable, lambda: got.append(os.read(readable, 1)))
-    await asyncio.sleep(0)
-    is_due = own.begin()
-    assert not is_due()
-    os.write(written, b"a")
-    assert is_due() and is_due()
-    await asyncio.sleep(0)
-    assert got == [b"a"]  # one turn is enough
-    assert not is_due()
-    loop.remove_reader(readable)
-    os.close(readable)
-    os.close(written)
+    with watched_pipe(lambda readable: got.append(os.read(readable, 1))) as written:
+        await asyncio.sleep(0)
+        is_due = own.begin()
+        assert not is_due()
+        os.write(written, b"a")
+        assert is_due() and is_due()
+        await asyncio.sleep(0)
+        assert got == [b"a"]
+        assert not is_due()
 
 
 @can_be_asked
@@ -82,15 +92,11 @@ async def test_a_turn_is_due_when_a_thread_has_scheduled_a_callback() -> None:
 async def test_a_turn_is_long_enough_for_the_tasks_that_are_woken_by_what_has_arrived() -> None:
     """As for a command: a reader resolves a future, for which one task waits, for which another one waits."""
     own = Turns(own_loop=True)
-    readable, written = os.pipe()
-    loop = asyncio.get_running_loop()
     arrived, done = asyncio.Event(), asyncio.Event()
 
-    def read() -> None:
+    def read(readable: int) -> None:
         os.read(readable, 1)
         arrived.set()
-
-    loop.add_reader(readable, read)
 
     async def command() -> None:
         await asyncio.wait([asyncio.ensure_future(arrived.wait())])
@@ -99,16 +105,14 @@ async def test_a_turn_is_long_enough_for_the_tasks_that_are_woken_by_what_has_ar
         await asyncio.gather(command())
         done.set()
 
-    task = asyncio.create_task(handle())
-    await own.give()
-    os.write(written, b"a")
-    assert own.begin()()
-    await own.give()
-    assert done.is_set()
-    await task
-    loop.remove_reader(readable)
-    os.close(readable)
-    os.close(written)
+    with watched_pipe(read) as written:
+        task = asyncio.create_task(handle())
+        await own.give()
+        os.write(written, b"a")
+        assert own.begin()()
+        await own.give()
+        assert done.is_set()
+        await task
 
 
 @can_be_asked
@@ -117,14 +121,10 @@ async def test_turns_for_what_has_arrived_are_apart(monkeypatch: pytest.MonkeyPa
     own = Turns(own_loop=True)
     monkeypatch.setattr(turns, "_LEAST", LONG)
     monkeypatch.setattr(turns, "_RARELY", 2 * LONG)
-    readable, written = os.pipe()
-    asyncio.get_running_loop().add_reader(readable, lambda: None)  # nobody reads it
-    await asyncio.sleep(0)
-    os.write(written, b"a")
-    assert not own.begin()()
-    asyncio.get_running_loop().remove_reader(readable)
-    os.close(readable)
-    os.close(written)
+    with watched_pipe(lambda _: None) as written:  # it stays readable
+        await asyncio.sleep(0)
+        os.write(written, b"a")
+        assert not own.begin()()
 
 
 @can_be_asked
