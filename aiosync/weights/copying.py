@@ -3,7 +3,7 @@
 torch divides each tensor's copy among its threads, and waits for all of them at its end. Here a copy has a
 few lanes, one per thread, which take piece after piece of all tensors' bytes. So a lane that gets less of a
 processor copies less. A piece is one ``memmove`` if source and destination are plain CPU memory of the same
-dtype. torch copies everything else: other dtypes, strides and devices.
+dtype, past the caches if the copy is large. torch copies everything else: other dtypes, strides and devices.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.devices import copying_on, cuda_devices
+from aiosync.weights.streaming import WORTH_STREAMING, Move, streaming_move
 
 INLINE_LIMIT = 256 * 1024
 """Largest copy in bytes that takes less time here than a round trip to a thread."""
@@ -131,8 +132,9 @@ def copy_lanes(plain: Pairs, count: int) -> list[Lane]:
         count: at least 1.
     """
     pieces = _divide([(d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain])
+    streamed = sum(nbytes for _, _, nbytes in pieces) >= WORTH_STREAMING
     left = iter(pieces)  # a list's iterator gives each piece to one thread
-    return [partial(_copy_ranges, plain, left)] * min(count, len(pieces))
+    return [partial(_copy_ranges, plain, left, streamed)] * min(count, len(pieces))
 
 
 def split_plain(pairs: Pairs) -> tuple[Pairs, Pairs]:
@@ -200,13 +202,14 @@ def _divide(ranges: Sequence[Range]) -> list[Range]:
     ]
 
 
-def _copy_ranges(alive: Pairs, left: Iterator[Range], cancelled: Callable[[], bool]) -> bool:
+def _copy_ranges(alive: Pairs, left: Iterator[Range], streamed: bool, cancelled: Callable[[], bool]) -> bool:
     """Copy the ranges that are left. ``alive`` keeps the tensors that the addresses belong to."""
+    move: Move = (streaming_move() if streamed else None) or ctypes.memmove
     give_way = ProcessorYielder()
     for destination, source, nbytes in left:
         if cancelled():
             return False
-        ctypes.memmove(destination, source, nbytes)  # releases the GIL
+        move(destination, source, nbytes)  # releases the GIL
         give_way()
     return True
 
