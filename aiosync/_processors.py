@@ -9,20 +9,23 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
 _SLICE = 100_000
 """Nanoseconds of a time slice. Linux's own ones are 2.8 ms and longer."""
 
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-"""The number of the system call, by machine."""
+_SYSTEM_CALLS = {"x86_64": (315, 314), "aarch64": (275, 274)}
+"""The numbers of ``sched_getattr`` and ``sched_setattr``, by machine."""
+
+_FIELDS = struct.Struct("IIQiIQQQ")
+"""``struct sched_attr`` in its first form."""
 
 _RESET_ON_FORK = 1
 
@@ -51,13 +54,72 @@ def shorten_time_slices() -> None:
     From Linux 6.12 on, a thread that is woken takes the processor from one with a longer time slice.
     Otherwise it waits until that slice has passed. Its share of the processor's time stays the same.
     """
-    call = _SCHED_SETATTR.get(platform.machine())
-    if sys.platform != "linux" or call is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    found = _Scheduling.of_this_thread()
+    if found is not None:
+        found._replace(flags=found.flags | _RESET_ON_FORK, slice=_SLICE).apply()
+
+
+@contextmanager
+def short_time_slices() -> Iterator[None]:
+    """In the body, the calling thread's time slices are short, as :func:`shorten_time_slices` makes them.
+
+    For a thread of the user's that waits: after it, the thread has its own time slices again.
+    """
+    found = _Scheduling.of_this_thread()
+    if found is None:
+        yield
         return
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    # struct sched_attr: its size, policy, flags, nice, priority, slice; deadline and period are for others.
-    attributes = struct.pack("IIQiIQQQ", 48, os.SCHED_OTHER, _RESET_ON_FORK, nice, 0, _SLICE, 0, 0)
-    ctypes.CDLL(None).syscall(call, 0, attributes, 0)
+    found._replace(slice=_SLICE).apply()
+    try:
+        yield
+    finally:
+        found.apply()
+
+
+def yield_processor() -> None:
+    """Let another thread run that waits for this processor, if there is one.
+
+    For a thread that computes, when it has done what a short wait of another thread depends on. That one may
+    have used up its share of the processor just before. Then Linux runs it only after a time slice,
+    milliseconds later, however short its own slices are.
+    """
+    if sys.platform != "win32":
+        os.sched_yield()
+
+
+class _Scheduling(NamedTuple):
+    """How Linux schedules a thread: ``struct sched_attr``, see sched_setattr(2)."""
+
+    size: int
+    policy: int
+    flags: int
+    nice: int
+    priority: int
+    slice: int  # nanoseconds
+    deadline: int
+    period: int
+
+    @classmethod
+    def of_this_thread(cls) -> _Scheduling | None:
+        """The calling thread's; None: the system does not say, or the thread has a policy without slices."""
+        if sys.platform != "linux" or platform.machine() not in _SYSTEM_CALLS:
+            return None
+        found = ctypes.create_string_buffer(_FIELDS.size)
+        number = _SYSTEM_CALLS[platform.machine()][0]
+        if _libc().syscall(number, 0, found, ctypes.c_uint(_FIELDS.size), ctypes.c_uint(0)):
+            return None
+        scheduling = cls(*_FIELDS.unpack(found.raw))
+        return scheduling if scheduling.policy == os.SCHED_OTHER else None
+
+    def apply(self) -> None:
+        """Schedule the calling thread so, if the system can do this."""
+        number = _SYSTEM_CALLS[platform.machine()][1]
+        _libc().syscall(number, 0, _FIELDS.pack(*self), ctypes.c_uint(0))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def allowed_processors() -> list[int]:
@@ -81,7 +143,7 @@ def places_of(workers: int) -> list[int | None]:
 
 @cache
 def _sched_getcpu() -> Callable[[], int] | None:
-    return getattr(ctypes.CDLL(None), "sched_getcpu", None) if sys.platform == "linux" else None
+    return getattr(_libc(), "sched_getcpu", None) if sys.platform == "linux" else None
 
 
 def current_processor() -> int | None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from aiosync import _processors
-from aiosync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from aiosync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, _portal
 from tests.kit.clock import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +40,12 @@ def _in_thread(work: Any) -> None:
     thread.join()
 
 
-@pytest.mark.skipif(platform.machine() not in _SCHED_GETATTR or sys.platform != "linux", reason="Linux only")
+needs_slices = pytest.mark.skipif(
+    platform.machine() not in _SCHED_GETATTR or sys.platform != "linux", reason="Linux only"
+)
+
+
+@needs_slices
 def test_time_slices_are_of_one_thread() -> None:
     before = _slice()
     found: list[int] = []
@@ -63,10 +69,76 @@ def test_time_slices_are_of_one_thread() -> None:
     assert _slice() == before
 
 
+@needs_slices
+@pytest.mark.parametrize("end", ["returns", "raises"])
+def test_slices_are_short_in_a_body_only(end: str) -> None:
+    found: list[int] = []
+
+    def wait() -> None:
+        os.nice(1)
+        found.append(_slice())
+        with suppress(ZeroDivisionError), _processors.short_time_slices():
+            with _processors.short_time_slices():
+                found.append(_slice())
+            found.append(_slice())
+            if end == "raises":
+                raise ZeroDivisionError
+        found.append(_slice())
+        found.append(os.getpriority(os.PRIO_PROCESS, 0))
+        if (child := os.fork()) == 0:
+            os._exit(_slice() != found[0])
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    _in_thread(wait)
+    before, inner, outer, after, priority, in_child = found
+    assert inner == outer
+    assert inner in ({before, _processors._SLICE} if before == 0 else {_processors._SLICE})
+    assert (after, priority, in_child) == (before, nice + 1, 0)
+
+
+@needs_slices
+def test_a_blocking_call_waits_with_short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, found = _slice(), list[int]()
+    wait = _portal._Call.wait
+
+    def waited(call: Any) -> None:
+        found.append(_slice())
+        wait(call)
+
+    async def nothing() -> None:
+        pass
+
+    monkeypatch.setattr(_portal._Call, "wait", waited)
+    _portal.portal().call(nothing)
+    assert found == [_processors._SLICE if before else 0]
+    assert _slice() == before
+
+
+@needs_slices
+def test_another_policy_is_left_alone() -> None:
+    found: list[int] = []
+
+    def wait() -> None:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        _processors.shorten_time_slices()
+        with _processors.short_time_slices():
+            found.append(os.sched_getscheduler(0))
+
+    _in_thread(wait)
+    assert found == [os.SCHED_BATCH]
+
+
 @pytest.mark.parametrize("machine", ["riscv64", ""])
 def test_other_machines_keep_their_slices(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    _in_thread(_processors.shorten_time_slices)
+
+    def wait() -> None:
+        _processors.shorten_time_slices()
+        with _processors.short_time_slices():
+            pass
+
+    _in_thread(wait)
 
 
 @pytest.mark.parametrize(

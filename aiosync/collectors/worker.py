@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-import os
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from importlib import import_module
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from aiosync._processors import move_to
+from aiosync._processors import move_to, yield_processor
 from aiosync.collectors.adapters import adapt
 from aiosync.collectors.batch_buffers import BatchBuffer, BatchBuffers
 from aiosync.collectors.command_pipe import (
@@ -81,13 +79,6 @@ async def run_worker(spec: Callable[[], WorkerSpec], schemes: Schemes, pipe: Com
         await pipe.flush()  # the collector's event loop may be busy; if it closes the pipe or dies, this ends
     finally:
         pipe.close()
-
-
-def _yield_processor() -> None:
-    """Yield the processor after a worker has acknowledged an update: the sender waits for that. With a busy
-    worker on every processor, Linux would run the sender only after a time slice, milliseconds later."""
-    if sys.platform != "win32":
-        os.sched_yield()
 
 
 class Worker:
@@ -239,7 +230,7 @@ class Worker:
             version = self._version()
             await turns.give()  # updates and commands are handled between two frames
             if version != self._version():
-                _yield_processor()
+                yield_processor()
 
     def _deliver_complete(self) -> None:
         # In the order of the requests: a rollout may complete the next batch while another one still has a

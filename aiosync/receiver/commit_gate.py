@@ -25,6 +25,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from aiosync._deadline import Deadline
+from aiosync._processors import yield_processor
 
 if TYPE_CHECKING:
     from aiosync.receiver.updates import Applier
@@ -128,13 +129,21 @@ class CommitGate:
             self._let_in(ticket, reader)
             return True
 
-    def leave(self, ticket: object) -> None:
-        """Stop being a reader; runs the commit that waited for this, if there is one."""
+    def leave(self, ticket: object) -> bool:
+        """Stop being a reader; runs the commit that waited for this. Return whether there was one."""
+        committed = False
         with LOCK:
             if self.inside.pop(ticket, None) is not None:
                 for job in list(self.waiting):
                     if job._ready():
                         job._run()
+                        committed = True
+        return committed
+
+    def leave_blocking(self, ticket: object) -> None:
+        """As :meth:`leave`, in a thread that computes: another one waits to acknowledge the commit."""
+        if self.leave(ticket):
+            yield_processor()
 
     async def enter(self, ticket: object, reader: object, deadline: Deadline) -> None:
         """Become a reader on the event loop.

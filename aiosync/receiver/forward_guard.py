@@ -108,10 +108,10 @@ def _guarded_class(original: type[nn.Module], guards: list[ForwardGuard]) -> typ
                 return plain(*args, **kwargs)
             finally:
                 for guard in present:
-                    _untraced(guard.gate.leave, ticket)
+                    _untraced(guard.gate.leave_blocking, ticket)
         finally:
             for guard in present:  # again, in case an interrupt ended the first calls
-                _untraced(guard.gate.leave, ticket)
+                _untraced(guard.gate.leave_blocking, ticket)
 
     def reduce(module: nn.Module, protocol: int) -> Any:
         found = original.__reduce_ex__(module, protocol)

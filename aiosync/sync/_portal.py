@@ -20,7 +20,12 @@ from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from aiosync._processors import release_callers_threads, release_openmp_threads, shorten_time_slices
+from aiosync._processors import (
+    release_callers_threads,
+    release_openmp_threads,
+    short_time_slices,
+    shorten_time_slices,
+)
 from aiosync.errors import BlockingCallError, NotConnectedError
 from aiosync.events import logger
 
@@ -150,7 +155,8 @@ class Portal:
         call = _Call(self._loop, lambda: function(*args, **kwargs))
         try:
             if self._post(call.begin):
-                call.wait()
+                with short_time_slices():
+                    call.wait()
         except BaseException:
             if self._post(call.cancel):
                 call.wait()

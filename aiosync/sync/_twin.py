@@ -126,7 +126,7 @@ class BlockingTwin:
                 raise SyncTimeoutError("pin", seconds=seconds, hint="a commit waits for other readers")
             yield receiver.version
         finally:
-            gate.leave(ticket)
+            gate.leave_blocking(ticket)
 
     # -- methods that the asyncio schemes do not have --------------------------------------------------
 

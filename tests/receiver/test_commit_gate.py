@@ -222,3 +222,18 @@ async def test_a_chain_of_tasks_keeps_no_bodies_that_have_ended() -> None:
     await within(asyncio.gather(*started))
     assert len(lengths) == 51
     assert max(lengths) < 5
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_thread_that_has_committed_yields_its_processor(
+    waiting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(commit_gate, "yield_processor", lambda: events.append("yielded"))
+    gate = CommitGate()
+    gate.try_enter("a", "a")
+    if waiting:
+        submit([gate], lambda: events.append("committed"))
+    gate.leave_blocking("a")
+    gate.leave_blocking("a")
+    assert events == (["committed", "yielded"] if waiting else [])
