@@ -53,9 +53,9 @@ SECTIONS = (
         "of these. In mode `fresh` each send brings new tensors. A send ends with the last worker's "
         "acknowledgement. *vs aiosync* is how many times aiosync's median the row's is.",
         "A send of 100 MB is a copy by a thread on each core and a round trip between two processes, which "
-        "find none of their code in the caches after it. The copy reads what the training step has just "
-        "written; the memcpy's source was not changed. The tiny model's time is mostly the wake-up of the "
-        "other process.",
+        "find none of their code in the caches after it. Where the processor has AVX-512, the copy goes past "
+        "the caches. torch's memcpy does not, so a send may take less time than it. The tiny model's time is "
+        "mostly the wake-up of the other process.",
         ("first of its turn", "1 worker in turn"),
     ),
     Section(
@@ -66,9 +66,10 @@ SECTIONS = (
         "MB) as fast as they can, while a thread of the library receives. The trainer sends, and then sleeps "
         "for 10 ms. `default` is torch's own number of threads. torchrl's workers have copies of their own "
         "(`device_map_fn`); otherwise its trainer and workers share one memory, and nothing is sent.",
-        "With one thread a send waits for workers that were preempted in the middle of a forward pass. The "
-        "kernel changes between two busy processes every few milliseconds. torchrl writes into its workers' "
-        "memory at any time, also in the middle of a forward pass, and waits as long for their answers.",
+        "With one thread a send waits for workers that were preempted in the middle of a forward pass. A "
+        "worker that has used up its share of a core runs again at a tick of the kernel, 4 ms apart here. "
+        "torchrl writes into its workers' memory at any time, also in the middle of a forward pass. That "
+        "aiosync does not takes 4 of 60 us of each pass.",
     ),
     Section(
         "fanout",
