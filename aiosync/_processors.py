@@ -63,17 +63,19 @@ def shorten_time_slices() -> None:
 def short_time_slices() -> Iterator[None]:
     """In the body, the calling thread's time slices are short, as :func:`shorten_time_slices` makes them.
 
-    For a thread of the user's that waits: after it, the thread has its own time slices again.
+    For a thread of the user's that waits. After it, they are as long as they were.
     """
-    found = _Scheduling.of_this_thread()
-    if found is None:
+    before = _Scheduling.of_this_thread()
+    if before is None or before.slice <= _SLICE:  # 0: a kernel that does not say
         yield
         return
-    found._replace(slice=_SLICE).apply()
     try:
+        before._replace(slice=_SLICE).apply()
         yield
     finally:
-        found.apply()
+        now = _Scheduling.of_this_thread()  # the thread's priority may have been changed meanwhile
+        if now is not None and now.slice == _SLICE:
+            now._replace(slice=before.slice).apply()
 
 
 def yield_processor() -> None:
@@ -101,7 +103,7 @@ class _Scheduling(NamedTuple):
 
     @classmethod
     def of_this_thread(cls) -> _Scheduling | None:
-        """The calling thread's; None: the system does not say, or the thread has a policy without slices."""
+        """The calling thread's; None: the system does not say, or it is not the usual policy."""
         if sys.platform != "linux" or platform.machine() not in _SYSTEM_CALLS:
             return None
         found = ctypes.create_string_buffer(_FIELDS.size)

@@ -94,7 +94,7 @@ def test_slices_are_short_in_a_body_only(end: str) -> None:
     before, inner, outer, after, priority, in_child = found
     assert inner == outer
     assert inner in ({before, _processors._SLICE} if before == 0 else {_processors._SLICE})
-    assert (after, priority, in_child) == (before, nice + 1, 0)
+    assert (after, priority, in_child) == (before, min(nice + 1, 19), 0)
 
 
 @needs_slices
@@ -121,12 +121,32 @@ def test_another_policy_is_left_alone() -> None:
 
     def wait() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        _processors.shorten_time_slices()
+        before = _slice()
         with _processors.short_time_slices():
-            found.append(os.sched_getscheduler(0))
+            found.append(_slice() - before)
+        _processors.shorten_time_slices()
+        found.append(_slice() - before)
+        found.append(os.sched_getscheduler(0))
 
     _in_thread(wait)
-    assert found == [os.SCHED_BATCH]
+    assert found == [0, 0, os.SCHED_BATCH]
+
+
+@needs_slices
+def test_what_others_change_during_a_body_stays() -> None:
+    found: list[int] = []
+
+    def wait() -> None:
+        found.append(_slice())
+        with _processors.short_time_slices():
+            os.nice(1)
+        found.append(_slice())
+        found.append(os.getpriority(os.PRIO_PROCESS, 0))
+
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    _in_thread(wait)
+    before, after, priority = found
+    assert (after, priority) == (before, min(nice + 1, 19))
 
 
 @pytest.mark.parametrize("machine", ["riscv64", ""])

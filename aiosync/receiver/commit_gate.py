@@ -133,7 +133,7 @@ class CommitGate:
         """Stop being a reader; runs the commit that waited for this. Return whether there was one."""
         committed = False
         with LOCK:
-            if self.inside.pop(ticket, None) is not None:
+            if self.inside.pop(ticket, None) is not None and self.waiting:
                 for job in list(self.waiting):
                     if job._ready():
                         job._run()

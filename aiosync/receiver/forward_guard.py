@@ -100,18 +100,20 @@ def _guarded_class(original: type[nn.Module], guards: list[ForwardGuard]) -> typ
             return super(guarded, module).__call__(*args, **kwargs)
         # Not by super(): meanwhile another thread may restore the module's class.
         plain = MethodType(original.__call__, module)
-        ticket, present = object(), [guard for guard in tuple(guards) if guard.module is module]
+        ticket, present = object(), tuple(guards)
         try:
             try:
                 for guard in present:
-                    _untraced(guard.enter, ticket)
+                    if guard.module is module:  # a copy of a module may have its class
+                        guard.enter(ticket)
                 return plain(*args, **kwargs)
             finally:
                 for guard in present:
-                    _untraced(guard.gate.leave_blocking, ticket)
+                    guard.gate.leave_blocking(ticket)
         finally:
             for guard in present:  # again, in case an interrupt ended the first calls
-                _untraced(guard.gate.leave_blocking, ticket)
+                if ticket in guard.gate.inside:
+                    guard.gate.leave_blocking(ticket)
 
     def reduce(module: nn.Module, protocol: int) -> Any:
         found = original.__reduce_ex__(module, protocol)
@@ -134,20 +136,16 @@ def _guarded_class(original: type[nn.Module], guards: list[ForwardGuard]) -> typ
     return cast("type[nn.Module]", guarded)
 
 
-def _skip(function: Any) -> None:
-    """Make the compiler run this function's frame as it is, but compile the functions that it calls."""
+def _skip(function: Any, *, with_calls: bool = False) -> None:
+    """Make the compiler run this function's frame as it is.
+
+    It compiles the functions that this one calls, unless ``with_calls``.
+    """
     frames = _dynamo.eval_frame
-    as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    skip, compiled = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    as_it_is = frames._FrameExecStrategy(skip, skip if with_calls else compiled)
     frames.set_code_exec_strategy(function.__code__, as_it_is)
 
 
-def _untraced(function: Callable[[object], None], ticket: object) -> None:
-    """Call a function that the compiler does not trace: under ``fullgraph=True`` a lock would be an error."""
-    before = _dynamo.eval_frame.set_eval_frame(None)
-    try:
-        function(ticket)
-    finally:
-        _dynamo.eval_frame.set_eval_frame(before)
-
-
-_skip(_untraced)
+for _function in (ForwardGuard.enter, CommitGate.leave_blocking):
+    _skip(_function, with_calls=True)  # under ``fullgraph=True`` a lock would be an error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -32,15 +33,31 @@ Move: TypeAlias = Callable[[int, int, int], object]
 """Copies memory without the GIL; takes destination address, source address and bytes, as ``memmove`` does."""
 
 
-@cache
+_checking = threading.Lock()
+
+
 def streaming_move() -> Move | None:
     """Return a ``memmove`` with non-temporal stores, or None if there is none that is faster here.
 
-    The first call takes some 20 ms. Other processes may be told of a copy when it returns: taking the GIL
-    has ordered its stores.
+    The first call in a process takes some 20 ms, longer if all processors are busy; others wait for it. Other
+    processes may be told of a copy when it returns: taking the GIL has ordered its stores.
     """
+    with _checking:
+        return _checked_move()
+
+
+@cache
+def _checked_move() -> Move | None:
     move = _of_mkl()
     return move if move is not None and _copies_all_bytes(move) and _is_faster(move) else None
+
+
+def _forked() -> None:
+    global _checking
+    _checking = threading.Lock()  # the thread that held it does not exist in the child
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _of_mkl() -> Move | None:
@@ -61,34 +78,47 @@ def _of_mkl() -> Move | None:
     def move(destination: int, source: int, nbytes: int) -> None:
         rows = nbytes // _ROW if abs(destination - source) >= nbytes else 0  # memmove allows to overlap
         if rows:
-            threads = set_threads(1)  # of this thread. oneMKL would start OpenMP's, which spin
-            # Row-major, not transposed, times 1.0: the bytes stay as they are, whatever numbers they are.
-            copy_matrix(b"R", b"N", rows, columns, 1.0, source, columns, destination, columns)
-            set_threads(threads)
+            threads = 0  # oneMKL's number for this thread; 0: as many as OpenMP has
+            try:
+                threads = set_threads(1)  # it would start OpenMP's, which spin
+                # Row-major, not transposed, times 1.0: the bytes stay as they are, whatever numbers they are.
+                copy_matrix(b"R", b"N", rows, columns, 1.0, source, columns, destination, columns)
+            finally:
+                set_threads(threads)
         done = rows * _ROW
         ctypes.memmove(destination + done, source + done, nbytes - done)
 
     return move
 
 
+# The checks do not use torch: the user's default device or mode would apply, and OpenMP threads would start.
+
+
 def _copies_all_bytes(move: Move) -> bool:
     """Return whether the copy keeps all bytes, also those that are no number in floating point."""
     # Each high half of a 32-bit number: infinities, signalling NaNs and denormal numbers are among them.
-    source = torch.arange(-(1 << 31), 1 << 31, 1 << 16, dtype=torch.int32)[1:]
-    copied = torch.zeros_like(source)
-    move(copied.data_ptr(), source.data_ptr(), source.nbytes)
-    return torch.equal(copied, source)
+    source = bytearray(4 << 16)
+    source[2::4] = bytes(range(256)) * 256
+    source[3::4] = b"".join(bytes([number]) * 256 for number in range(256))
+    source += source[1:100]
+    copied = bytearray(len(source))
+    move(_address(copied), _address(source), len(source))
+    return copied == source
 
 
 def _is_faster(move: Move) -> bool:
     """Return whether the copy takes less time than ``memmove``, the better of a few of each."""
-    source = torch.ones(_TRIED, dtype=torch.uint8)
-    destinations = [torch.zeros_like(source) for _ in range(2)]  # as slots take turns
+    source = bytearray(b"\1") * _TRIED
+    destinations = [bytearray(_TRIED) for _ in range(2)]  # as slots take turns
     streamed: list[float] = []
     moved: list[float] = []
     for destination in destinations * 2:
         for contender, took in ((move, streamed), (ctypes.memmove, moved)):
             begun = time.perf_counter()
-            contender(destination.data_ptr(), source.data_ptr(), source.nbytes)
+            contender(_address(destination), _address(source), _TRIED)
             took.append(time.perf_counter() - begun)
     return min(streamed) < min(moved)
+
+
+def _address(memory: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

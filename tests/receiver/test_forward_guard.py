@@ -329,3 +329,27 @@ def test_a_guard_may_end_at_any_moment_of_a_forward_pass(moment: int) -> None:
     guard.remove()
     assert type(module) is _Policy
     assert gate.inside == {}
+
+
+class _Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return 2 * x
+
+
+def test_a_compiler_that_begins_in_the_middle_finds_the_users_own_code() -> None:
+    passes: list[None] = []
+    frames: list[dict[str, int]] = []
+    for guarded in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        outer, gate = _Outer(_Broken()), CommitGate()
+        if guarded:
+            ForwardGuard(gate, outer.inner, PATIENCE, lambda: passes.append(None))
+        compiled = torch.compile(outer, backend="eager")
+        for _ in range(3):
+            assert torch.equal(compiled(X), outer(X))
+        frames.append(dict(torch._dynamo.utils.counters["frames"]))
+        assert (gate.entered, gate.inside) == (6 * guarded, {})
+    assert len(passes) == 6
+    assert frames[0] == frames[1]

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import platform
+import signal
+import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aiosync.weights import copying, streaming
-from aiosync.weights.streaming import WORTH_STREAMING, Move, streaming_move
+from aiosync.weights.streaming import WORTH_STREAMING, Move
+from tests.kit.clock import PATIENCE
+
+ROOT = Path(__file__).resolve().parents[2]
 
 X86_LINUX = sys.platform == "linux" and platform.machine() == "x86_64"
 WITH_MKL = X86_LINUX and torch.backends.mkl.is_available()
@@ -73,19 +81,21 @@ def test_a_copy_starts_no_threads_and_leaves_onemkl_its_own() -> None:
     move = _move()
     source = torch.ones(4 << 20)
     destination = torch.zeros_like(source)
-    threads: list[int] = []
+    started: list[str] = []
+    numbers: list[int] = []
 
     def copy() -> None:  # oneMKL has a number for each thread. torch sets it when it computes there first
-        threads.extend((mkl.MKL_Set_Num_Threads_Local(3), psutil.Process().num_threads()))
+        mkl.MKL_Set_Num_Threads_Local(3)
+        before = set(os.listdir("/proc/self/task"))
         move(destination.data_ptr(), source.data_ptr(), source.nbytes)
-        threads.extend((psutil.Process().num_threads(), mkl.MKL_Set_Num_Threads_Local(0)))
+        started.extend(set(os.listdir("/proc/self/task")) - before)
+        numbers.append(mkl.MKL_Set_Num_Threads_Local(0))
 
     thread = threading.Thread(target=copy)
     thread.start()
     thread.join()
-    _, before, after, set_to = threads
-    assert after == before
-    assert set_to == 3
+    assert started == []
+    assert numbers == [3]
     assert torch.equal(destination, source)
 
 
@@ -103,7 +113,7 @@ def test_a_copy_that_changes_bytes_is_not_used(changed: str, monkeypatch: pytest
 
     monkeypatch.setattr(streaming, "_of_mkl", lambda: move)
     monkeypatch.setattr(streaming, "_is_faster", lambda _: True)
-    assert streaming_move.__wrapped__() is None
+    assert streaming._checked_move.__wrapped__() is None
 
 
 @pytest.mark.parametrize("faster", [False, True])
@@ -114,12 +124,12 @@ def test_a_copy_that_takes_longer_is_not_used(faster: bool, monkeypatch: pytest.
             time.sleep(0.05)
 
     monkeypatch.setattr(streaming, "_of_mkl", lambda: move)
-    assert streaming_move.__wrapped__() is (move if faster else None)
+    assert streaming._checked_move.__wrapped__() is (move if faster else None)
 
 
 def test_a_torch_without_onemkl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__file__", "/nowhere/torch/__init__.py")
-    assert streaming_move.__wrapped__() is None
+    assert streaming._checked_move.__wrapped__() is None
 
 
 @pytest.mark.parametrize("available", [True, False])
@@ -138,3 +148,68 @@ def test_large_copies_are_streamed(large: bool, available: bool, monkeypatch: py
     assert lane(lambda: False)
     assert all(torch.equal(destination, source) for destination, source in pairs)
     assert moved == ([source.nbytes for source in sources] if large and available else [])
+
+
+class _Interrupt(BaseException):
+    pass
+
+
+@needs_mkl
+def test_an_interrupted_copy_leaves_onemkl_its_threads() -> None:
+    mkl = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    source = torch.ones(16 << 20)
+    destination = torch.zeros_like(source)
+
+    def interrupt(*_: object) -> None:
+        raise _Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    number = mkl.MKL_Set_Num_Threads_Local(3)
+    try:
+        with pytest.raises(_Interrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.002)  # the copy takes longer
+            for _ in range(1000):
+                _move()(destination.data_ptr(), source.data_ptr(), source.nbytes)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        left = mkl.MKL_Set_Num_Threads_Local(number)
+        assert left in {3, 0}  # 0: interrupted within a microsecond. It follows OpenMP's then
+
+
+def test_the_users_default_device_and_mode_do_not_matter() -> None:
+    with torch.device("meta"):
+        before = streaming._checked_move.__wrapped__()
+    with FakeTensorMode():
+        assert (streaming._checked_move.__wrapped__() is None) == (before is None)
+
+
+_FORKED = """
+import os, sys, torch
+from aiosync.weights import streaming
+torch.ones(1 << 22).add_(1).sum()  # starts OpenMP threads, which the child does not have
+with streaming._checking:
+    child = os.fork()
+    if child == 0:
+        streaming.streaming_move()
+        os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child() -> None:
+    subprocess.run([sys.executable, "-c", _FORKED], check=True, timeout=PATIENCE, cwd=ROOT)
+
+
+def test_threads_wait_for_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[int] = []
+
+    def check() -> None:
+        checks.append(threading.get_ident())
+        time.sleep(0.05)
+
+    monkeypatch.setattr(streaming, "_of_mkl", check)
+    monkeypatch.setattr(streaming, "_checked_move", functools.cache(streaming._checked_move.__wrapped__))
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: streaming.streaming_move(), range(4)))
+    assert len(checks) == 1
