@@ -10,6 +10,7 @@ Elsewhere large copies are made by ``memmove``.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 import time
@@ -26,23 +27,24 @@ WORTH_STREAMING = 16 * 1024 * 1024
 _ROW = 16 * 1024
 """Bytes in a row of the matrix that oneMKL is told to copy. Of few long rows, it copies some differently."""
 
-_TRIED = 8 * 1024 * 1024
+_TRIED = 16 * 1024 * 1024
 """Bytes of the copy that decides whether this processor gains by it."""
 
 Move: TypeAlias = Callable[[int, int, int], object]
 """Copies memory without the GIL; takes destination address, source address and bytes, as ``memmove`` does."""
 
 
-_checking = threading.Lock()
+_checking: dict[int, threading.Lock] = {}
+"""Process -> a lock. In a forked child, the thread that held its parent's does not exist."""
 
 
 def streaming_move() -> Move | None:
     """Return a ``memmove`` with non-temporal stores, or None if there is none that is faster here.
 
-    The first call in a process takes some 20 ms, longer if all processors are busy; others wait for it. Other
+    The first call in a process takes some 70 ms, longer if all processors are busy; others wait for it. Other
     processes may be told of a copy when it returns: taking the GIL has ordered its stores.
     """
-    with _checking:
+    with _checking.setdefault(os.getpid(), threading.Lock()):
         return _checked_move()
 
 
@@ -50,14 +52,6 @@ def streaming_move() -> Move | None:
 def _checked_move() -> Move | None:
     move = _of_mkl()
     return move if move is not None and _copies_all_bytes(move) and _is_faster(move) else None
-
-
-def _forked() -> None:
-    global _checking
-    _checking = threading.Lock()  # the thread that held it does not exist in the child
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 def _of_mkl() -> Move | None:
@@ -108,11 +102,10 @@ def _copies_all_bytes(move: Move) -> bool:
 
 def _is_faster(move: Move) -> bool:
     """Return whether the copy takes less time than ``memmove``, the better of a few of each."""
-    source = bytearray(b"\1") * _TRIED
-    destinations = [bytearray(_TRIED) for _ in range(2)]  # as slots take turns
+    source, *destinations = (_pages(_TRIED) for _ in range(3))  # two slots, which take turns
     streamed: list[float] = []
     moved: list[float] = []
-    for destination in destinations * 2:
+    for destination in destinations * 3:
         for contender, took in ((move, streamed), (ctypes.memmove, moved)):
             begun = time.perf_counter()
             contender(_address(destination), _address(source), _TRIED)
@@ -120,5 +113,12 @@ def _is_faster(move: Move) -> bool:
     return min(streamed) < min(moved)
 
 
-def _address(memory: bytearray) -> int:
+def _pages(nbytes: int) -> mmap.mmap:
+    """Allocate memory that begins a cache line, as torch's does, and that is written once."""
+    pages = mmap.mmap(-1, nbytes)
+    pages.write(bytes(nbytes))
+    return pages
+
+
+def _address(memory: bytearray | mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

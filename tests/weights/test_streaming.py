@@ -11,9 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,18 +179,19 @@ def test_an_interrupted_copy_leaves_onemkl_its_threads() -> None:
         assert left in {3, 0}  # 0: interrupted within a microsecond. It follows OpenMP's then
 
 
-def test_the_users_default_device_and_mode_do_not_matter() -> None:
-    with torch.device("meta"):
-        before = streaming._checked_move.__wrapped__()
-    with FakeTensorMode():
-        assert (streaming._checked_move.__wrapped__() is None) == (before is None)
+@needs_mkl
+@pytest.mark.parametrize("mode", [partial(torch.device, "meta"), FakeTensorMode], ids=["meta", "fake"])
+def test_the_users_default_device_and_mode_do_not_matter(mode: Callable[[], Any]) -> None:
+    with mode():
+        assert streaming._copies_all_bytes(_move())
+        streaming._is_faster(_move())
 
 
 _FORKED = """
-import os, sys, torch
+import os, threading, torch
 from aiosync.weights import streaming
 torch.ones(1 << 22).add_(1).sum()  # starts OpenMP threads, which the child does not have
-with streaming._checking:
+with streaming._checking.setdefault(os.getpid(), threading.Lock()):
     child = os.fork()
     if child == 0:
         streaming.streaming_move()
