@@ -25,14 +25,13 @@ WORTH_STREAMING = 16 * 1024 * 1024
 """Bytes from which a copy no longer stays in a processor's own cache. Smaller copies are read from there."""
 
 _ROW = 16 * 1024
-"""Bytes in a row of the matrix that oneMKL is told to copy. Of few long rows, it copies some differently."""
+"""Bytes in a row of the matrix that oneMKL copies. Its copy of one long row takes longer."""
 
 _TRIED = 16 * 1024 * 1024
 """Bytes of the copy that decides whether this processor gains by it."""
 
 Move: TypeAlias = Callable[[int, int, int], object]
 """Copies memory without the GIL; takes destination address, source address and bytes, as ``memmove`` does."""
-
 
 _checking: dict[int, threading.Lock] = {}
 """Process -> a lock. In a forked child, the thread that held its parent's does not exist."""
@@ -42,7 +41,7 @@ def streaming_move() -> Move | None:
     """Return a ``memmove`` with non-temporal stores, or None if there is none that is faster here.
 
     The first call in a process takes some 70 ms, longer if all processors are busy; others wait for it. Other
-    processes may be told of a copy when it returns: taking the GIL has ordered its stores.
+    processes may read a copy when it has returned: taking the GIL has ordered its stores.
     """
     with _checking.setdefault(os.getpid(), threading.Lock()):
         return _checked_move()
@@ -51,7 +50,10 @@ def streaming_move() -> Move | None:
 @cache
 def _checked_move() -> Move | None:
     move = _of_mkl()
-    return move if move is not None and _copies_all_bytes(move) and _is_faster(move) else None
+    try:
+        return move if move is not None and _copies_all_bytes(move) and _is_faster(move) else None
+    except (MemoryError, OSError):  # no memory for the checks: the copy itself needs none
+        return None
 
 
 def _of_mkl() -> Move | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import platform
 import signal
@@ -128,6 +129,18 @@ def test_a_copy_that_takes_longer_is_not_used(faster: bool, monkeypatch: pytest.
 
     monkeypatch.setattr(streaming, "_of_mkl", lambda: move)
     assert streaming._checked_move.__wrapped__() is (move if faster else None)
+
+
+@needs_mkl
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_a_process_without_memory_for_the_checks(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> mmap.mmap:
+        raise error
+
+    monkeypatch.setattr(streaming, "_pages", refuse)
+    assert streaming._checked_move.__wrapped__() is None
 
 
 def test_a_torch_without_onemkl(monkeypatch: pytest.MonkeyPatch) -> None:
