@@ -25,7 +25,7 @@ from aiosync.collectors.gymnasium_env import GymnasiumEnv
 from aiosync.collectors.policy import Actor, ObservationActor
 from aiosync.collectors.tensordict_env import TensorDictEnv
 from aiosync.collectors.trajectory_ids import TrajectoryIds
-from aiosync.collectors.turns import IsDue
+from aiosync.collectors.turns import NextTurn, clock
 from aiosync.errors import InvalidArgumentError
 
 VERSION = "policy_version"
@@ -105,9 +105,9 @@ class DirectFrames(ABC):
             self._version, self._steps, self._has_beginning = version, steps, started
 
     @abstractmethod
-    def run(self, policy: Actor, place: int, end: int, is_due: IsDue) -> Run:
+    def run(self, policy: Actor, place: int, end: int, turn: NextTurn) -> Run:
         """Take steps, and write their frames from ``place`` on: to before ``end``, or until a turn of the
-        event loop ``is_due()``, or until something else must be done first."""
+        event loop is due, or until something else must be done first."""
 
     def _ended(self, run: Run) -> Run:
         self._next = run.end
@@ -167,7 +167,7 @@ class GymnasiumFrames(DirectFrames):
         self._started = place
         return True
 
-    def run(self, policy: Any, place: int, end: int, is_due: IsDue) -> Run:
+    def run(self, policy: Any, place: int, end: int, turn: NextTurn) -> Run:
         # With a small policy and a small environment, a fourth of the time would be spent here if this were
         # divided into methods: the processor's caches have no room for all the code of a step.
         env, step, call = self._env, self._env.env.step, policy.call
@@ -179,7 +179,10 @@ class GymnasiumFrames(DirectFrames):
         observation, found, begun = self.observation, None, False
         while place < end:
             chosen = call(observation)
-            action = _array_of(chosen) if type(chosen) is Tensor else None
+            try:
+                action = chosen.numpy() if type(chosen) is Tensor else None
+            except (RuntimeError, TypeError):
+                action = _array_of(chosen)
             if action is not None and action.shape == action_shape and action.dtype == action_dtype:
                 actions[place] = action
                 found = step(given(action))
@@ -213,7 +216,7 @@ class GymnasiumFrames(DirectFrames):
                 break
             begun = False
             place += 1
-            if is_due():
+            if clock() >= turn.not_before and turn.is_due():
                 break
         self.observation = observation
         return self._ended(Run(place, found, begun))
@@ -250,7 +253,7 @@ class TensorDictFrames(DirectFrames):
         self._write_next = functools.partial(write_fields, buffer.next_columns)
         self._fields = buffer.next_columns.keys() - {VERSION}
 
-    def run(self, policy: Actor, place: int, end: int, is_due: IsDue) -> Run:
+    def run(self, policy: Actor, place: int, end: int, turn: NextTurn) -> Run:
         env, found, begun = self._env, None, False
         while place < end:
             chosen: Values = dict(policy(self.observation))
@@ -270,7 +273,7 @@ class TensorDictFrames(DirectFrames):
                 break
             begun = False
             place += 1
-            if is_due():
+            if turn.is_due():
                 break
         return self._ended(Run(place, found, begun))
 

@@ -117,8 +117,9 @@ class GymnasiumEnv(Env):
         """Return what makes the environment's action from an array with the shape and dtype of ``like``."""
         whole = self._choices is not None and like.shape == self.shape and like.dtype.kind in "iu"
         if self._choices is None or (whole and self.shape):
-            return lambda action: action.copy()
-        return (lambda action: action.item()) if whole else self._given
+            return np.ndarray.copy
+        item: Callable[[np.ndarray[Any, Any]], Any] = np.ndarray.item  # in less time than a lambda
+        return item if whole else self._given
 
     def _given(self, action: np.ndarray[Any, Any]) -> Any:
         if self._choices is not None:

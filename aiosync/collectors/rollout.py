@@ -31,7 +31,7 @@ from aiosync.collectors.partial_batch import PartialBatch
 from aiosync.collectors.pickling import dump_env, load_env
 from aiosync.collectors.policy import Acting, Actor
 from aiosync.collectors.trajectory_ids import TrajectoryIds
-from aiosync.collectors.turns import IsDue
+from aiosync.collectors.turns import NextTurn
 
 
 @dataclass(eq=False, repr=False)
@@ -124,8 +124,8 @@ class Rollout:
             else:
                 self.env.env = env
 
-    async def collect(self, batch: PartialBatch, is_due: IsDue) -> None:
-        """Collect frames for ``batch`` until it has no room, or until a turn of the event loop ``is_due()``,
+    async def collect(self, batch: PartialBatch, turn: NextTurn) -> None:
+        """Collect frames for ``batch`` until it has no room, or until a turn of the event loop is due,
         but at least one. Raises what the environment or the policy raises."""
         async with self._lock:
             if batch is not self._batch:
@@ -146,12 +146,12 @@ class Rollout:
                     after, chosen = None, None
                     directly = self._goes_directly(batch)
                     if directly:
-                        after, chosen = self._collect_directly(batch, is_due)
+                        after, chosen = self._collect_directly(batch, turn)
                     if not directly or chosen is not None:
                         after = await self._collect_frame(batch, each, chosen)
                     if after is not None:
                         await self._advance(after)
-                    if is_due():
+                    if turn.is_due():
                         return
 
     def _goes_directly(self, batch: PartialBatch) -> bool:
@@ -205,7 +205,7 @@ class Rollout:
             memory.direct = self._fields, found
         return cast("DirectFrames | None", memory.direct[1])
 
-    def _collect_directly(self, batch: PartialBatch, is_due: IsDue) -> tuple[Values | None, Values | None]:
+    def _collect_directly(self, batch: PartialBatch, turn: NextTurn) -> tuple[Values | None, Values | None]:
         """Collect frames while nothing but calls of the policy and steps of the environment is to do.
 
         Returns:
@@ -222,7 +222,7 @@ class Rollout:
         if self._found is None:
             frames.observation = env.observed(self._current)
         with no_nested_loop():
-            run = frames.run(self.policy, first, batch.capacity, is_due)
+            run = frames.run(self.policy, first, batch.capacity, turn)
         if run.found is not None:
             self._found, self._follows = run.found, True
         if count := run.end + run.begun - first:

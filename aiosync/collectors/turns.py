@@ -7,10 +7,9 @@ import select
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
-IsDue: TypeAlias = Callable[[], bool]
-"""Returns whether the event loop is to have a turn now. A rollout calls it after each frame."""
+clock = time.perf_counter
 
 _OFTEN = 4e-3
 """Most seconds between two turns of an event loop that cannot be asked whether anything waits for it."""
@@ -29,6 +28,41 @@ _FEWER_ITERATIONS = 4
 _LEAST = 0.5e-3
 """Least seconds between two turns that were due because something had arrived. Otherwise a descriptor that
 stays readable, of an environment for example, would cost a turn after each frame."""
+
+_ASKING = 0.25e-3
+"""Least seconds between two questions whether something has arrived. To ask after each frame would cost 2 %
+of a small environment's frames: a system call moves their code out of the processor's caches."""
+
+
+class NextTurn:
+    """When the event loop is to have its next turn. A rollout asks after each frame.
+
+    Args:
+        least: seconds from now before which no turn is due.
+        most: seconds from now after which one is due in any case.
+        poll: called with 0 in between; returns whether something has arrived. None: a turn is due.
+
+    Attributes:
+        not_before: no turn is due before this time of :data:`clock`. A rollout with short steps need not ask
+            before then.
+    """
+
+    __slots__ = ("_latest", "_poll", "not_before")
+
+    def __init__(self, least: float, most: float, poll: Callable[[int], object] | None = None) -> None:
+        now = clock()
+        self.not_before, self._latest = now + least, now + most
+        self._poll = poll
+
+    def is_due(self) -> bool:
+        """Return whether the turn is due now."""
+        now = clock()
+        if now < self.not_before:
+            return False
+        if now >= self._latest or self._poll is None or self._poll(0):
+            return True
+        self.not_before = now + _ASKING
+        return False
 
 
 class Turns:
@@ -55,19 +89,11 @@ class Turns:
             poll.register(backend(), select.POLLIN)
             self._poll, self._iterations = poll.poll, _ITERATIONS
 
-    def begin(self) -> IsDue:
-        """Return what says when the next turn is due, counted from now."""
-        clock, poll, now = time.perf_counter, self._poll, time.perf_counter()
-        if poll is None:
-            until = now + self._seconds
-            return lambda: clock() >= until
-        least, most = now + _LEAST, now + _RARELY
-
-        def is_due() -> bool:
-            at = clock()
-            return at >= least and (at >= most or bool(poll(0)))
-
-        return is_due
+    def begin(self) -> NextTurn:
+        """Return when the next turn is due, counted from now."""
+        if self._poll is None:
+            return NextTurn(self._seconds, self._seconds)
+        return NextTurn(_LEAST, _RARELY, self._poll)
 
     async def give(self) -> None:
         """Give the event loop a turn."""

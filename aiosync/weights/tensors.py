@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -32,6 +33,11 @@ FLOATING: frozenset[torch.dtype] = frozenset(
 )
 """The floating dtypes that torch converts into one another."""
 
+_NUMPY = {
+    dtype: np.dtype(name)
+    for name, dtype in DTYPES.items()
+    if name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
 _TO_NAME = {dtype: name for name, dtype in DTYPES.items()}
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _TIE_HINT = " (both names were one tensor when this model was connected; if by chance, clone() one before)"
@@ -197,12 +203,14 @@ def tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) 
 def tensor_at(memory: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Make a contiguous tensor in a part of an object with the buffer protocol, from ``offset`` bytes on.
 
-    As :func:`tensor_over` of that part, in less time. The tensor is a view of another one.
+    As :func:`tensor_over` of that part, in less time.
     """
-    count = math.prod(shape)
+    count, alike = math.prod(shape), _NUMPY.get(dtype)
     if not count:  # frombuffer() refuses it
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+    if alike is None:  # the tensor is a view of another one
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+    return torch.from_numpy(np.ndarray(shape, alike, memory, offset))  # a third of that time
 
 
 def _tensor_of(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

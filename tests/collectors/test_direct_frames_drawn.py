@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from aiosync.collectors.direct_frames import GymnasiumFrames
 from aiosync.collectors.partial_batch import PartialBatch
 from aiosync.collectors.policy import Acting, adapt_policy
 from aiosync.collectors.rollout import Rollout
+from aiosync.collectors.turns import NextTurn
 
 Mode = Literal["", "NEXT_STEP", "SAME_STEP", "DISABLED"]
 SEEN = ["", "one memory", "float64", "read-only", "reversed", "tensor", "int16", "shorter"]
@@ -207,7 +209,7 @@ class Run:
                 for call in calls:
                     await self._call(call, batch)
                 while batch.has_room:
-                    await self._rollout.collect(batch, lambda: False)
+                    await self._rollout.collect(batch, NextTurn(math.inf, math.inf))
                 self._close(batch)
         except Exception as exc:  # noqa: BLE001 - it is compared
             self.error = f"{type(exc).__name__}: {exc}"
@@ -215,7 +217,7 @@ class Run:
     async def _call(self, call: str, batch: PartialBatch) -> None:
         rollout = self._rollout
         if call == "collect" and batch.has_room:
-            await rollout.collect(batch, lambda: True)  # one frame
+            await rollout.collect(batch, NextTurn(0.0, 0.0))  # one frame
         elif call == "version":
             self.version += 1
         elif call.endswith("reset"):
@@ -309,8 +311,8 @@ async def test_frames_of_these_are_written_directly(monkeypatch: Any) -> None:
     lengths: list[int] = []
     run = GymnasiumFrames.run
 
-    def count(self: GymnasiumFrames, policy: Any, place: int, end: int, is_due: Any) -> Any:
-        done = run(self, policy, place, end, is_due)
+    def count(self: GymnasiumFrames, policy: Any, place: int, end: int, turn: Any) -> Any:
+        done = run(self, policy, place, end, turn)
         lengths.append(done.end - place)
         return done
 

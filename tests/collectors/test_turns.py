@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from aiosync.collectors import turns
-from aiosync.collectors.turns import Turns
+from aiosync.collectors.turns import NextTurn, Turns
 
 LONG = 1000.0
 
@@ -50,6 +50,7 @@ def watched_pipe(read: Callable[[int], object]) -> Iterator[int]:
 def _no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a turn be due only because something has arrived."""
     monkeypatch.setattr(turns, "_LEAST", 0.0)
+    monkeypatch.setattr(turns, "_ASKING", 0.0)
     monkeypatch.setattr(turns, "_OFTEN", LONG)
     monkeypatch.setattr(turns, "_RARELY", LONG)
 
@@ -61,13 +62,13 @@ async def test_a_turn_is_due_when_a_descriptor_is_readable() -> None:
     got: list[bytes] = []
     with watched_pipe(lambda readable: got.append(os.read(readable, 1))) as written:
         await asyncio.sleep(0)
-        is_due = own.begin()
-        assert not is_due()
+        turn = own.begin()
+        assert not turn.is_due()
         os.write(written, b"a")
-        assert is_due() and is_due()
+        assert turn.is_due() and turn.is_due()
         await asyncio.sleep(0)
         assert got == [b"a"]
-        assert not is_due()
+        assert not turn.is_due()
 
 
 @can_be_asked
@@ -77,14 +78,14 @@ async def test_a_turn_is_due_when_a_thread_has_scheduled_a_callback() -> None:
     loop = asyncio.get_running_loop()
     called = asyncio.Event()
     await asyncio.sleep(0)  # the loop watches its own descriptors from its first turn on
-    is_due = own.begin()
-    assert not is_due()
+    turn = own.begin()
+    assert not turn.is_due()
     thread = threading.Thread(target=loop.call_soon_threadsafe, args=(called.set,))
     thread.start()
     thread.join()
-    assert is_due()
+    assert turn.is_due()
     await called.wait()
-    assert not is_due()
+    assert not turn.is_due()
 
 
 @can_be_asked
@@ -109,7 +110,7 @@ async def test_a_turn_is_long_enough_for_the_tasks_that_are_woken_by_what_has_ar
         task = asyncio.create_task(handle())
         await own.give()
         os.write(written, b"a")
-        assert own.begin()()
+        assert own.begin().is_due()
         await own.give()
         assert done.is_set()
         await task
@@ -124,7 +125,7 @@ async def test_turns_for_what_has_arrived_are_apart(monkeypatch: pytest.MonkeyPa
     with watched_pipe(lambda _: None) as written:  # it stays readable
         await asyncio.sleep(0)
         os.write(written, b"a")
-        assert not own.begin()()
+        assert not own.begin().is_due()
 
 
 @can_be_asked
@@ -132,7 +133,7 @@ async def test_turns_for_what_has_arrived_are_apart(monkeypatch: pytest.MonkeyPa
 async def test_a_turn_is_due_after_some_time_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Turns(own_loop=True)
     monkeypatch.setattr(turns, "_RARELY", 0.0)
-    assert own.begin()()
+    assert own.begin().is_due()
 
 
 @pytest.mark.parametrize("own_loop", [True, False])
@@ -142,11 +143,33 @@ async def test_a_loop_that_is_not_asked_gets_its_turns_in_time(
 ) -> None:
     others = Turns(own_loop=own_loop)  # asyncio's loop cannot be asked, nor is another one's
     asyncio.get_running_loop().call_soon_threadsafe(lambda: None)
-    assert not others.begin()()
+    assert not others.begin().is_due()
     monkeypatch.setattr(turns, "_OFTEN", 0.0)
-    assert Turns(own_loop=own_loop).begin()()
+    assert Turns(own_loop=own_loop).begin().is_due()
 
 
 @pytest.mark.asyncio
 async def test_several_rollouts_take_turns_frame_by_frame() -> None:
-    assert Turns(own_loop=True, each_frame=True).begin()()
+    assert Turns(own_loop=True, each_frame=True).begin().is_due()
+
+
+def test_the_loop_is_asked_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked, arrived = 0.0, 0, False
+
+    def poll(_: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return arrived
+
+    monkeypatch.setattr(turns, "clock", lambda: now)
+    monkeypatch.setattr(turns, "_ASKING", 2.0)
+    turn = NextTurn(1.0, 10.0, poll)
+    assert not turn.is_due() and not asked
+    for now, times in ((1.0, 1), (2.5, 1), (3.0, 2), (3.5, 2)):  # noqa: B007 - the clock returns it
+        assert not turn.is_due() and asked == times
+    arrived = True
+    assert not turn.is_due()
+    now = 5.0
+    assert turn.is_due() and turn.is_due()
+    now, arrived = 10.0, False
+    assert turn.is_due()
