@@ -49,8 +49,8 @@ class DirectFrames(ABC):
 
     Per step only the policy's fields and those of the environment's answer are written, by :meth:`run`. The
     other fields are written for many frames at a time, by :meth:`flush`: the observation and the end flags
-    that a frame begins with are those below ``"next"`` of the frame before it; all have the same version;
-    trajectories end with episodes.
+    that a frame begins with are those below ``"next"`` of the frame before it; trajectories end with
+    episodes. The version is written when there is another one.
 
     Attributes:
         observation: what the policy gets for the next frame; see :meth:`fits`.
@@ -83,6 +83,7 @@ class DirectFrames(ABC):
         # The frames that are not flushed: from this place to before that one. How many steps the rollout had
         # taken before them.
         self._first = self._next = self._steps = 0
+        self._of_version = 0  # the first of those frames whose version is not written
         self._started = -1  # the place whose frame's beginning start() has written
         self._has_beginning = False  # whether that is the first of these frames
 
@@ -99,10 +100,13 @@ class DirectFrames(ABC):
     def begin(self, place: int, version: int | None, steps: int) -> None:
         """The next frame is at ``place``, of this version, and the rollout has taken so many steps."""
         started, self._started = place == self._started, -1
-        if self._first == self._next or place != self._next or version != self._version or started:
+        if self._first == self._next or place != self._next or started:
             self.flush()
-            self._first = self._next = place
-            self._version, self._steps, self._has_beginning = version, steps, started
+            self._first = self._next = self._of_version = place
+            self._steps, self._has_beginning = steps, started
+        elif version != self._version:
+            self._write_version(place)
+        self._version = version
 
     @abstractmethod
     def run(self, policy: Actor, place: int, end: int, turn: NextTurn) -> Run:
@@ -112,6 +116,12 @@ class DirectFrames(ABC):
     def _ended(self, run: Run) -> Run:
         self._next = run.end
         return run
+
+    def _write_version(self, end: int) -> None:
+        """Write the version of the frames before this place."""
+        for column in self._versions:
+            column[self._of_version : end] = self._version
+        self._of_version = end
 
     def flush(self, *, begun: bool = False) -> None:
         """Write the other fields of the frames of this run; with ``begun``, also those of the frame after
@@ -126,8 +136,7 @@ class DirectFrames(ABC):
             beginning[follow:end] = following[follow - 1 : end - 1]
         if self._mask is not None:
             self._mask[first:end] = ~self._begins_done[first:end, ..., 0]
-        for column in self._versions:
-            column[first:end] = self._version
+        self._write_version(end)
         self._steps += end - first
         self._first = self._next = end
         self._has_beginning = False

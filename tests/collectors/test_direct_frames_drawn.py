@@ -306,6 +306,16 @@ async def test_directly_as_in_the_general_way(
     assert same(direct.found, general.found)
 
 
+async def test_frames_written_directly_have_the_version_that_acted() -> None:
+    world, mind = World("NEXT_STEP", [3], "", "", 0), Mind("", "float32", 1000, True, True)
+    played = Run(world, mind, BatchConfig(), directly=True)
+    await played.play([(6, False, []), (6, False, ["collect", "version", "collect", "collect", "version"])])
+    assert not played.error
+    first, second = (batch["data"]["policy_version"][0].tolist() for batch in played.found)
+    assert first == [0] * 6
+    assert second == [0, 1, 1, 2, 2, 2]
+
+
 async def test_frames_of_these_are_written_directly(monkeypatch: Any) -> None:
     """Otherwise the test before this one would compare nothing."""
     lengths: list[int] = []
