@@ -33,6 +33,10 @@ _ASKING = 0.25e-3
 """Least seconds between two questions whether something has arrived. To ask after each frame would cost 2 %
 of a small environment's frames: a system call moves their code out of the processor's caches."""
 
+_ANSWERING = 1e-3
+"""Seconds in which the collector usually answers a batch with a request for another one, and with an update.
+One turn then handles both."""
+
 
 class NextTurn:
     """When the event loop is to have its next turn. A rollout asks after each frame.
@@ -63,6 +67,14 @@ class NextTurn:
             return True
         self.not_before = now + _ASKING
         return False
+
+    def delivered(self) -> None:
+        """A batch was delivered: to another process, which may answer soon, if the loop can be asked. If not,
+        the turn is due: other tasks of the loop may wait for the batch."""
+        if self._poll is None:
+            self.not_before = self._latest = 0.0
+        else:
+            self.not_before = min(self._latest, max(self.not_before, clock() + _ANSWERING))
 
 
 class Turns:

@@ -212,11 +212,13 @@ class Worker:
 
     async def _roll_out(self, rollout: Rollout) -> None:
         turns = Turns(own_loop=self._spec.own_loop, each_frame=len(self._rollouts) > 1)
+        turn = turns.begin()
         while True:
             batch = next((batch for batch in self._partial_batches if batch.has_room), None)
             if batch is None:
                 self._batch_requested.clear()
                 await self._batch_requested.wait()
+                turn = turns.begin()
                 continue
             if not batch.begun:
                 batch.begun = True
@@ -224,19 +226,26 @@ class Worker:
                     move_to(self._spec.processor)
                 if self._before_batch is not None:
                     self._before_batch()
-            await rollout.collect(batch, turns.begin())
-            self._deliver_complete()
+            await rollout.collect(batch, turn)
+            if self._deliver_complete():
+                turn.delivered()
             await self._pipe.drain()
-            version = self._version()
-            await turns.give()  # updates and commands are handled between two frames
-            if version != self._version():
-                yield_processor()
+            if turn.is_due():  # updates and commands are handled between two frames
+                version = self._version()
+                await turns.give()
+                turn = turns.begin()
+                if version != self._version():
+                    yield_processor()
 
-    def _deliver_complete(self) -> None:
+    def _deliver_complete(self) -> bool:
+        """Deliver the batches that are complete. Return whether there was one."""
         # In the order of the requests: a rollout may complete the next batch while another one still has a
         # frame of this batch in progress.
+        delivered = False
         while self._partial_batches and self._partial_batches[0].complete:
             self._deliver(self._partial_batches.pop(0))
+            delivered = True
+        return delivered
 
     def _deliver(self, batch: PartialBatch) -> None:
         truncate = self._envs[0].truncated if self._config.batch.set_truncated else ()
