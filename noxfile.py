@@ -89,7 +89,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy, strict, the tests included."""
+    """mypy, strict, the tests included: tests/typed has programs with mistakes that it must find."""
     install(session, "types")
     python(session, "-m", "mypy", *session.posargs)
 
