@@ -33,10 +33,6 @@ _ASKING = 0.25e-3
 """Least seconds between two questions whether something has arrived. To ask after each frame would cost 2 %
 of a small environment's frames: a system call moves their code out of the processor's caches."""
 
-_ANSWERING = 1e-3
-"""Seconds in which the collector usually answers a batch with a request for another one, and with an update.
-One turn then handles both."""
-
 
 class NextTurn:
     """When the event loop is to have its next turn. A rollout asks after each frame.
@@ -69,12 +65,10 @@ class NextTurn:
         return False
 
     def delivered(self) -> None:
-        """A batch was delivered: to another process, which may answer soon, if the loop can be asked. If not,
-        the turn is due: other tasks of the loop may wait for the batch."""
+        """A batch was delivered. The turn is due if the loop cannot be asked: its other tasks may wait for it.
+        If it can, the batch has gone to another process, and what that answers makes a turn due."""
         if self._poll is None:
             self.not_before = self._latest = 0.0
-        else:
-            self.not_before = min(self._latest, max(self.not_before, clock() + _ANSWERING))
 
 
 class Turns:

@@ -175,16 +175,14 @@ def test_the_loop_is_asked_now_and_then_only(monkeypatch: pytest.MonkeyPatch) ->
     assert turn.is_due()
 
 
-def test_after_a_batch_one_turn_waits_for_all_that_answers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(turns, "clock", lambda: now)
-    monkeypatch.setattr(turns, "_ANSWERING", 2.0)
-    turn, late = NextTurn(1.0, 10.0, lambda _: True), NextTurn(1.0, 1.5, lambda _: True)
+def test_a_batch_for_another_process_makes_no_turn_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = False
+    turn = NextTurn(0.0, LONG, lambda _: arrived)
+    monkeypatch.setattr(turns, "_ASKING", 0.0)
     turn.delivered()
-    late.delivered()
-    for now, due in ((1.0, False), (1.9, False), (2.0, True)):  # noqa: B007 - the clock returns it
-        assert turn.is_due() == due
-    assert late.not_before == 1.5, "in any case the loop gets its turn in time"
+    assert not turn.is_due()
+    arrived = True
+    assert turn.is_due()
 
 
 def test_a_batch_of_a_loop_that_is_not_asked_goes_to_its_other_tasks_at_once() -> None:
