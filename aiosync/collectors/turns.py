@@ -65,8 +65,8 @@ class NextTurn:
         return False
 
     def delivered(self) -> None:
-        """A batch was delivered. The turn is due if the loop cannot be asked: its other tasks may wait for it.
-        If it can, the batch has gone to another process, and what that answers makes a turn due."""
+        """A batch was delivered. If the loop cannot be asked, the turn is due: other tasks may wait for the
+        batch. If it can, another process has got the batch, and its answer makes a turn due."""
         if self._poll is None:
             self.not_before = self._latest = 0.0
 
