@@ -207,7 +207,7 @@ def tensor_at(memory: Any, offset: int, shape: tuple[int, ...], dtype: torch.dty
     """
     count, alike = math.prod(shape), _NUMPY.get(dtype)
     if not count:  # frombuffer() refuses it
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if alike is None:  # the tensor is a view of another one
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
     return torch.from_numpy(np.ndarray(shape, alike, memory, offset))  # a third of that time
