@@ -133,7 +133,7 @@ SECTIONS = (
         "*two at a time* are two plain loops in two processes: what the machine gives to two workers that "
         "wait for nothing. The trainer's process needs a part of the processors too: 0.6 ms for each batch. "
         "On a quiet machine one CartPole step of 8 environments takes 97 µs in the plain loop, and 104 in "
-        "the loop of the collector; beside other work both take up to 1.6 times as long, as in these figures. In "
+        "the loop of the collector; beside other work both take up to 1.6 times as long, as here. In "
         "`single` the event loop has a turn of about 60 µs every 4 ms, which moves code and memory of the "
         "environments and the policy out of the processor's caches. An update takes 0.6 ms. A worker's own "
         "event loop has a turn when something has arrived, which a rollout asks every 0.25 ms: to ask after "
