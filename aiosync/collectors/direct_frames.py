@@ -188,7 +188,7 @@ class GymnasiumFrames(DirectFrames):
         observation, found, begun = self.observation, None, False
         while place < end:
             chosen = call(observation)
-            try:
+            try:  # as _array_of(), with fewer calls
                 action = chosen.numpy() if type(chosen) is Tensor else None
             except (RuntimeError, TypeError):
                 action = _array_of(chosen)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 clock = time.perf_counter
+"""The clock of turns, in seconds."""
 
 _OFTEN = 4e-3
 """Most seconds between two turns of an event loop that cannot be asked whether anything waits for it."""
