@@ -51,7 +51,8 @@ def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             os.environ[_RPC_ADDRESS] = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    options = rpc.TensorPipeRpcBackendOptions(init_method=os.environ[_RPC_ADDRESS])
+    # With torch's default a thread of each process polls shared memory without a pause.
+    options = rpc.TensorPipeRpcBackendOptions(init_method=os.environ[_RPC_ADDRESS], _transports=["uv"])
     rpc.init_rpc(f"worker{rank - 1}" if rank else "trainer", rank=rank, rpc_backend_options=options)
     try:
         yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
@@ -50,6 +52,10 @@ class CommonOptions(CopyOptions, total=False):
     sync: bool
 
 
+class NoOptions(TypedDict):
+    """No keywords: a type checker reports each keyword that is not in the signature."""
+
+
 class RankOptions(RareOptions, total=False):
     """Those that :class:`~aiosync.DistributedWeightSyncScheme` does not repeat."""
 
@@ -90,6 +96,13 @@ class SchemeOptions:
     def seconds(self, timeout: float | None) -> float:
         """The seconds that a call may take, as :func:`seconds_of`; the default is the scheme's timeout."""
         return seconds_of(timeout, self.timeout)
+
+
+def unknown_option(name: str, known: Collection[str], of: str) -> InvalidArgumentError:
+    """Make the error for an option that ``of`` does not have, with the known option that is most like it."""
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {near[0]}?" if near else f": expected one of {', '.join(sorted(known))}"
+    return InvalidArgumentError(f"{name}= is not an option of {of}{hint}")
 
 
 # Each check raises InvalidArgumentError. The message has the argument's name and the value.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,6 +12,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from aiosync._deadline import check_timeout, default_timeout
+from aiosync._options import unknown_option
 from aiosync.collectors.batch_config import BatchConfig, check, check_positive, per_worker
 from aiosync.errors import InvalidArgumentError, OptionConflictError
 
@@ -305,9 +305,7 @@ class CollectorConfig:
                     f"{name}={value!r} is an option of torchrl alone: {_TORCHRL_ONLY[name]}"
                 )
             known = [each for members in names.values() for each in members]
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else f": expected one of {', '.join(sorted(known))}"
-            raise InvalidArgumentError(f"{name}= is not an option of a collector{hint}")
+            raise unknown_option(name, known, "a collector")
         return self
 
     def check(self, workers: int, *, sync: bool) -> None:

@@ -6,12 +6,20 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from inspect import signature
+from typing import Any, Literal, Unpack
 
 import torch
 
 from aiosync._endpoint import Endpoint
-from aiosync._options import OnFailure, SchemeOptions, StrategyName, check_count
+from aiosync._options import (
+    NoOptions,
+    OnFailure,
+    SchemeOptions,
+    StrategyName,
+    check_count,
+    unknown_option,
+)
 from aiosync.errors import AlreadyConnectedError, InvalidArgumentError, NotInitializedError
 from aiosync.events import EventHook, EventSource
 from aiosync.receiver.endpoint import WeightReceiver
@@ -57,7 +65,10 @@ class SchemeState:
         first_version: int = 0,
         min_workers: int | None = None,
         peft: PeftMode = "merged",
+        **unknown: Unpack[NoOptions],
     ) -> None:
+        if unknown:
+            raise unknown_option(next(iter(unknown)), self._option_names(), type(self).__name__)
         options = SchemeOptions(
             strategy,
             sync,
@@ -72,6 +83,13 @@ class SchemeState:
             peft,
         )
         self._start(options, None, secrets.token_bytes(32), get_strategy(strategy, peft))
+
+    def _option_names(self) -> set[str]:
+        """Return the names of all options of this scheme's constructor."""
+        # A subclass passes on the keywords that its own signature does not have.
+        constructors = [vars(base)["__init__"] for base in type(self).__mro__ if "__init__" in vars(base)]
+        parameters = [each for one in constructors[:-1] for each in signature(one).parameters.values()]
+        return {each.name for each in parameters if each.kind != each.VAR_KEYWORD} - {"self"}
 
     def _start(
         self, options: SchemeOptions, model_id: str | None, token: bytes, strategy: WeightStrategy

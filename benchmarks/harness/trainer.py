@@ -149,7 +149,8 @@ async def _connect(end: SenderEnd | WorkerEnd, name: str, rank: int) -> None:
     extras = end.setup.extras
     place: dict[str, Any] = {"rank": rank, "world_size": 1 + end.setup.workers}
     if "rpc" in extras:
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{extras['rpc']}")
+        # As torchrl's RPCCollector. With torch's default each process polls shared memory without a pause.
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{extras['rpc']}", _transports=["uv"])
         # It blocks until all have joined.
         await asyncio.to_thread(rpc.init_rpc, name, rpc_backend_options=options, **place)
     if "port" in extras:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import logging
 from typing import Any
 
@@ -72,6 +73,34 @@ def test_wrong_mixes_of_arguments(case: SchemeCase, arguments: dict[str, Any], n
 def test_wrong_options(case: SchemeCase, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         case.build(1, options)
+
+
+@pytest.mark.parametrize("package", [aiosync, aiosync.sync])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SharedMemWeightSyncScheme",
+        "MultiProcessWeightSyncScheme",
+        "TCPWeightSyncScheme",
+        "DistributedWeightSyncScheme",
+        "RPCWeightSyncScheme",
+        "RayWeightSyncScheme",
+        "RayModuleTransformScheme",
+        "NoWeightSyncScheme",
+        "MemoryWeightSyncScheme",
+    ],
+)
+def test_a_misspelt_option_is_refused_with_the_known_one(package: Any, name: str) -> None:
+    scheme = getattr(package, name)
+    own = next(base for base in scheme.__mro__ if "__init__" in vars(base))
+    for option in inspect.signature(own.__init__).parameters.keys() - {"self", "options", "args", "kwargs"}:
+        with pytest.raises(InvalidArgumentError, match=f"{scheme.__name__}; did you mean {option}") as refused:
+            scheme(**{option + "e": 3})
+        assert str(refused.value).startswith(f"{option}e= is not an option of ")
+    with pytest.raises(InvalidArgumentError, match="did you mean first_version"):
+        scheme(frist_version=3)
+    with pytest.raises(InvalidArgumentError, match="expected one of .*cast, commit, .*timeout"):
+        scheme(zzz=3)
 
 
 def test_from_backend() -> None:

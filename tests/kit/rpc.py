@@ -29,11 +29,18 @@ def name_of(rank: int) -> str:
     return f"worker{rank - 1}" if rank else "trainer"
 
 
+TRANSPORTS: list[str] | None = ["uv"]
+"""What connects the agents, as in torchrl's RPCCollector. None: torch's default, where a thread of each process
+polls shared memory without a pause, and so takes a processor from the tests."""
+
+
 def join(address: str, rank: int, size: int | None = None) -> None:
     """Take part, if this process does not yet. Given the ``size`` of the world, wait until it is complete."""
     if not is_member():
         rpc._init_counter = 0  # by which torch tells worlds apart; each of ours has a store of its own
-        options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=PATIENCE)
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=address, rpc_timeout=PATIENCE, _transports=TRANSPORTS
+        )
         with warnings.catch_warnings(action="ignore"):  # of what torch RPC itself does
             rpc.init_rpc(name_of(rank), rank=rank, world_size=size, rpc_backend_options=options)
 

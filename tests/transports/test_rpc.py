@@ -34,6 +34,7 @@ from aiosync.transports.torch_rpc import rendezvous as rpc_rendezvous
 from aiosync.transports.torch_rpc.transport import RPCObject, is_member
 from aiosync.transports.unix_socket import UnixConnection
 from tests.conformance.test_g07_one_bad_worker import SOON
+from tests.kit import rpc as kit_rpc
 from tests.kit import scenarios
 from tests.kit.cases import SchemeCase, over_rpc
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
@@ -109,6 +110,12 @@ async def collectors(
 
 @in_a_process
 async def test_objects_join_and_are_told() -> None:
+    await _joined_and_told()
+
+
+@in_a_process
+async def test_objects_join_over_any_of_torchs_transports() -> None:
+    kit_rpc.TRANSPORTS = None  # torch's default
     await _joined_and_told()
 
 
