@@ -107,8 +107,12 @@ class SlotWrite(msgspec.Struct, eq=False):
         """Finish the copy that :meth:`begin_copy` began.
 
         Args:
-            paced: copy no faster than the version is sent, since the caller waits for that anyway.
+            paced: the caller waits until the version is sent. So blocks with checksums are copied no faster
+                than they are sent.
         """
         copying = self.copying
         assert isinstance(copying, BlockCopy)
+        # Blocks without checksums are copied much faster than they are sent. The sooner all are copied, the
+        # sooner this thread leaves the processors to the sending.
+        paced = paced and self.group.streams == "checked"
         await self.group.offloader.run(lambda _: copying.complete(paced=paced))

@@ -16,6 +16,7 @@ import aiosync
 from aiosync._options import (
     CommonOptions,
     CopyOptions,
+    NoOptions,
     OnFailure,
     OnSenderClose,
     RankOptions,
@@ -68,6 +69,7 @@ class WeightSyncScheme(BlockingTwin):
         first_version: int = 0,
         min_workers: int | None = None,
         peft: PeftMode = "merged",
+        **unknown: Unpack[NoOptions],
     ) -> None:
         self._async = self._async_class(
             strategy,
@@ -81,6 +83,7 @@ class WeightSyncScheme(BlockingTwin):
             first_version=first_version,
             min_workers=min_workers,
             peft=peft,
+            **unknown,
         )
 
     def connect(

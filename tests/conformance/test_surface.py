@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 import aiosync
+import aiosync.sync
 from aiosync import (
     InvalidArgumentError,
     SyncEvent,
@@ -93,13 +94,16 @@ def test_wrong_options(case: SchemeCase, options: dict[str, Any]) -> None:
 def test_a_misspelt_option_is_refused_with_the_known_one(package: Any, name: str) -> None:
     scheme = getattr(package, name)
     own = next(base for base in scheme.__mro__ if "__init__" in vars(base))
-    for option in inspect.signature(own.__init__).parameters.keys() - {"self", "options", "args", "kwargs"}:
-        with pytest.raises(InvalidArgumentError, match=f"{scheme.__name__}; did you mean {option}") as refused:
+    options = inspect.signature(own.__init__).parameters.values()
+    for option in [each.name for each in options if each.name != "self" and each.kind != each.VAR_KEYWORD]:
+        with pytest.raises(
+            InvalidArgumentError, match=f"{scheme.__name__}; did you mean {option}"
+        ) as refused:
             scheme(**{option + "e": 3})
         assert str(refused.value).startswith(f"{option}e= is not an option of ")
     with pytest.raises(InvalidArgumentError, match="did you mean first_version"):
         scheme(frist_version=3)
-    with pytest.raises(InvalidArgumentError, match="expected one of .*cast, commit, .*timeout"):
+    with pytest.raises(InvalidArgumentError, match=r"expected one of .*cast, .*commit, .*timeout"):
         scheme(zzz=3)
 
 

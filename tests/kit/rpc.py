@@ -30,8 +30,8 @@ def name_of(rank: int) -> str:
 
 
 TRANSPORTS: list[str] | None = ["uv"]
-"""What connects the agents, as in torchrl's RPCCollector. None: torch's default, where a thread of each process
-polls shared memory without a pause, and so takes a processor from the tests."""
+"""What connects the agents, as in torchrl's RPCCollector. None: torch's default, where a thread of each
+process polls shared memory without a pause, and so takes a processor from the tests."""
 
 
 def join(address: str, rank: int, size: int | None = None) -> None:

@@ -36,7 +36,11 @@ from aiosync.transports._offload import DetachedThread
 from aiosync.transports.torch_distributed.store import first_line
 from aiosync.weights.devices import using
 
-BUCKET = 8 << 20  # bytes of one message. Small enough that copying, sending and receiving overlap
+_BUCKETS = {"gloo": 4 << 20, "nccl": 8 << 20}
+"""Most bytes of one message. Small enough that copying, sending and receiving overlap, and that gloo finds
+what was copied in a cache. Smaller messages cost more processor time, which counts with several workers.
+"""
+
 _JOIN = 30.0  # most seconds that the other member has to join a group of two
 
 STALLED = 10.0
@@ -178,7 +182,7 @@ class ProcessGroupMember:
             self.moved += nbytes
 
         end = 0
-        for bucket in buffer.split(BUCKET):
+        for bucket in buffer.split(_BUCKETS[self.backend]):
             end += bucket.numel()
             ready(end)
             if self.backend == "nccl" and len(started) == _AHEAD:
