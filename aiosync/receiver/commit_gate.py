@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from aiosync._deadline import Deadline
 from aiosync._processors import yield_processor
@@ -36,7 +36,6 @@ LOCK = threading.RLock()
 _changed = threading.Condition(LOCK)
 # The innermost pinned body that this task is in, or was started in.
 _body: ContextVar[PinnedBody | None] = ContextVar("aiosync_body", default=None)
-os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
 class PinnedBody:
@@ -113,6 +112,10 @@ class CommitGate:
     a waiting commit if the same ``reader`` holds that commit up: the same thread, or a body around this one.
     """
 
+    # How often this process and those before it were forked. Each forward pass compares it: asking the system
+    # for the process's id costs more than the call itself takes: what follows in the pass is slower too.
+    forks: ClassVar[int] = 0
+
     def __init__(self) -> None:
         # Ticket -> its reader; and the commits that wait for them. Where both are empty, a commit may run at
         # once, in the body of :data:`LOCK`. Only this module changes them.
@@ -121,24 +124,32 @@ class CommitGate:
         # How many readers have entered so far, without those that were inside already.
         self.entered = 0
 
-    def try_enter(self, ticket: object, reader: object) -> bool:
-        """Become a reader, unless a commit waits that ``reader`` is not already holding up."""
+    def try_enter(self, ticket: object, reader: object, *, force: bool = False) -> bool:
+        """Become a reader, unless a commit waits that ``reader`` is not already holding up.
+
+        ``force``: become one even then.
+        """
         with LOCK:
-            if not self._open_to(reader):
-                return False
-            self._let_in(ticket, reader)
+            if self.waiting and not force:
+                held_up = [gate for job in self.waiting for gate in job.gates]
+                if not self._holds(reader, held_up):
+                    return False
+            if not self.inside or not self._holds(reader, [self]):
+                self.entered += 1
+            self.inside[ticket] = reader
             return True
 
     def leave(self, ticket: object) -> bool:
         """Stop being a reader; runs the commit that waited for this. Return whether there was one."""
-        committed = False
         with LOCK:
-            if self.inside.pop(ticket, None) is not None and self.waiting:
-                for job in list(self.waiting):
-                    if job._ready():
-                        job._run()
-                        committed = True
-        return committed
+            if self.inside.pop(ticket, None) is None or not self.waiting:
+                return False
+            committed = False
+            for job in list(self.waiting):
+                if job._ready():
+                    job._run()
+                    committed = True
+            return committed
 
     def leave_blocking(self, ticket: object) -> None:
         """As :meth:`leave`, in a thread that computes: another one waits to acknowledge the commit."""
@@ -187,18 +198,8 @@ class CommitGate:
             force: enter after that time even if a commit still waits.
         """
         with LOCK:
-            entered = _changed.wait_for(lambda: self._open_to(reader), timeout=seconds) or force
-            if entered:
-                self._let_in(ticket, reader)
-            return entered
-
-    def _let_in(self, ticket: object, reader: object) -> None:
-        if not self.inside or not self._holds(reader, [self]):
-            self.entered += 1
-        self.inside[ticket] = reader
-
-    def _open_to(self, reader: object) -> bool:
-        return not self.waiting or self._holds(reader, [gate for job in self.waiting for gate in job.gates])
+            entered = _changed.wait_for(lambda: self.try_enter(ticket, reader), timeout=seconds)
+            return entered or (force and self.try_enter(ticket, reader, force=True))
 
     @staticmethod
     def _holds(reader: object, gates: Sequence[CommitGate]) -> bool:
@@ -216,3 +217,11 @@ def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob
         if job._ready():
             job._run()
     return job
+
+
+def _forked() -> None:
+    CommitGate.forks += 1
+    LOCK.release()
+
+
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=_forked)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copyreg
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -42,7 +40,7 @@ class ForwardGuard:
     on_pass: Callable[[], None]  # called at the beginning of each pass, when no commit can run any more
 
     def __post_init__(self) -> None:
-        self._pid = os.getpid()
+        self._forks = self.gate.forks
         guards = _guards_of(self.module)
         if guards is None:
             guards = []
@@ -52,9 +50,9 @@ class ForwardGuard:
 
     def enter(self, ticket: object) -> None:
         """Become a reader."""
-        if self._pid != os.getpid():
-            return  # a forked child commits nothing
         gate, reader = self.gate, threading.get_ident()
+        if self._forks != gate.forks:
+            return  # a forked child commits nothing
         if not gate.try_enter(ticket, reader):
             gate.enter_blocking(ticket, reader, self.patience, force=True)
         self.on_pass()
@@ -98,15 +96,14 @@ def _guarded_class(original: type[nn.Module], guards: list[ForwardGuard]) -> typ
         # A compiler that traces this call must find nothing else here.
         if torch.compiler.is_compiling():
             return super(guarded, module).__call__(*args, **kwargs)
-        # Not by super(): meanwhile another thread may restore the module's class.
-        plain = MethodType(original.__call__, module)
         ticket, present = object(), tuple(guards)
         try:
             try:
                 for guard in present:
                     if guard.module is module:  # a copy of a module may have its class
                         guard.enter(ticket)
-                return plain(*args, **kwargs)
+                # Not by super(): meanwhile another thread may restore the module's class.
+                return original.__call__(module, *args, **kwargs)
             finally:
                 for guard in present:
                     guard.gate.leave_blocking(ticket)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import multiprocessing
 import pickle
 import sys
 import threading
@@ -90,9 +91,9 @@ def entered() -> list[object]:
 @pytest.fixture
 def guarded(entered: list[object]) -> Iterator[nn.Module]:
     class Counting(CommitGate):
-        def try_enter(self, ticket: object, reader: object) -> bool:
+        def try_enter(self, ticket: object, reader: object, *, force: bool = False) -> bool:
             entered.append(ticket)
-            return super().try_enter(ticket, reader)
+            return super().try_enter(ticket, reader, force=force)
 
     module = _Policy()
     guard = ForwardGuard(Counting(), module, PATIENCE, lambda: None)
@@ -250,6 +251,20 @@ def test_a_forward_pass_that_raises_leaves_the_gate() -> None:
     with pytest.raises(RuntimeError):
         module(torch.zeros(3))
     assert submit([gate], lambda: None).done.done()
+    guard.remove()
+
+
+def test_a_forked_child_does_not_wait_for_what_its_parent_waits_for() -> None:
+    gate, module = CommitGate(), nn.Linear(2, 2)
+    guard = ForwardGuard(gate, module, 10 * PATIENCE, lambda: None)
+    assert gate.try_enter("a reader", "a thread that the child does not have")
+    job = submit([gate], lambda: None)
+    child = multiprocessing.get_context("fork").Process(target=module, args=[torch.zeros(2)], daemon=True)
+    child.start()
+    child.join(PATIENCE)
+    assert child.exitcode == 0
+    child.close()
+    assert job.withdraw()
     guard.remove()
 
 
