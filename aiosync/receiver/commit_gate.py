@@ -112,8 +112,8 @@ class CommitGate:
     a waiting commit if the same ``reader`` holds that commit up: the same thread, or a body around this one.
     """
 
-    # How often this process and those before it were forked. Each forward pass compares it: asking the system
-    # for the process's id costs more than the call itself takes: what follows in the pass is slower too.
+    # How often this process and those before it were forked. Each forward pass compares it. A system call for
+    # the process's id would take longer, and would slow down what follows in the pass.
     forks: ClassVar[int] = 0
 
     def __init__(self) -> None:
