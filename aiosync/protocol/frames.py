@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_NAMES = 64
 """Most entries that a Nack lists, of each kind."""
 MAX_TEXT = 256

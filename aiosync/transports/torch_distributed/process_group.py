@@ -39,6 +39,7 @@ from aiosync.weights.devices import using
 _BUCKETS = {"gloo": 4 << 20, "nccl": 8 << 20}
 """Most bytes of one message. Small enough that copying, sending and receiving overlap, and that gloo finds
 what was copied in a cache. Smaller messages cost more processor time, which counts with several workers.
+All members divide a version alike, so another size here needs another PROTOCOL_VERSION.
 """
 
 _JOIN = 30.0  # most seconds that the other member has to join a group of two

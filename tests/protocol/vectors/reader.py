@@ -22,7 +22,7 @@ def frames(stream: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
     while stream:
         magic, version, compressed, length, crc = struct.unpack(">2sBBII", stream[:12])
         body, stream = stream[12 : 12 + length], stream[12 + length :]
-        assert (magic, version, zlib.crc32(body)) == (b"AS", 4, crc)
+        assert (magic, version, zlib.crc32(body)) == (b"AS", 5, crc)
         frame = msgspec.msgpack.decode(zlib.decompress(body) if compressed else body)
         size = frame["size"] if frame["type"] == "chunk" else 0
         yield frame, stream[:size]
