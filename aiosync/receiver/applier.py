@@ -278,10 +278,8 @@ class WeightApplier(Applier):
 
     def _commit_at_once(self, pending: PendingUpdate, back_buffers: StagingBuffers) -> bool:
         """Commit if the model has no reader. Return whether that was done."""
-        with LOCK:
-            if self.gate.inside or self.gate.waiting:
-                return False
-            self._put_in_service(pending)
+        if not self.gate.commit_at_once(lambda: self._put_in_service(pending)):
+            return False
         pending.seconds["wait"] = 0.0
         if back_buffers.hears_commits:
             back_buffers.committed(pending.names)
@@ -354,6 +352,8 @@ class WeightApplier(Applier):
         self._viewing = views_sender
         self._wait.committed()
         pending.committed = True
+        if self._guard is not None:
+            self._guard.call_on_next_pass()
         if self._notify_commit is not None:
             self._notify_commit(self.version)
         pending.seconds["commit"] = time.perf_counter() - started

@@ -11,17 +11,23 @@ that was started in a body is inside that body until the body ends.
 One lock serves all gates of the process, because a joint commit needs several gates at once. It is held
 for bookkeeping and for the commit itself, which re-points parameters and takes microseconds; and while
 the process forks, so that no child gets a model half way through a commit.
+
+Forward passes enter and leave without the lock, which would cost them more than the rest of their guard. A
+pass first enters and then looks for commits; a commit is first announced and then looks for readers. So at
+least one of the two finds the other, and a pass that finds a commit goes on in the body of the lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, ClassVar
 
 from aiosync._deadline import Deadline
@@ -34,6 +40,8 @@ if TYPE_CHECKING:
 # taking it and the body that gives it back.
 LOCK = threading.RLock()
 _changed = threading.Condition(LOCK)
+# Whether all threads see changes of lists in the same order: the interpreter has its lock.
+_ORDERED: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 # The innermost pinned body that this task is in, or was started in.
 _body: ContextVar[PinnedBody | None] = ContextVar("aiosync_body", default=None)
 
@@ -77,11 +85,12 @@ class CommitJob:
             if self.done.done():
                 return False
             self._leave()
+            self._conclude()
             self.done.cancel()
             return True
 
     def _ready(self) -> bool:
-        return not any(gate.inside for gate in self.gates)
+        return not any(gate.readers() for gate in self.gates)
 
     def _run(self) -> None:
         self._leave()
@@ -96,6 +105,7 @@ class CommitJob:
                 interrupts.append(exc)
             else:
                 self.done.set_result(None)
+        self._conclude()
         if interrupts:
             raise interrupts[0]
 
@@ -103,6 +113,49 @@ class CommitJob:
         for gate in self.gates:
             gate.waiting.remove(self)
         _changed.notify_all()
+
+    def _conclude(self) -> None:
+        for gate in self.gates:
+            gate.conclude(self)
+
+
+class ForwardPasses:
+    """The forward passes of one module that run now, in any thread. Several gates may watch them.
+
+    To begin, a pass appends a ticket of its own to ``inside``, and then looks at ``attention``. To end, it
+    removes the ticket and then looks at ``attention`` again. All other changes are made in :data:`LOCK`.
+    """
+
+    def __init__(self, code: CodeType) -> None:
+        self.inside: list[object] = []
+        # Not empty: there are commits that wait or run, or the next pass has something else to do.
+        self.attention: list[object] = [] if _ORDERED else [self]
+        self.gates: list[CommitGate] = []
+        # Of the function that runs a pass. Its variable ``ticket`` is the ticket.
+        self._code = code
+
+    def wait_to_begin(self, ticket: object, gates: Sequence[CommitGate], seconds: float) -> None:
+        """Wait until no commit keeps the pass out of the gates, ``seconds`` at most. Then it is inside."""
+        reader = threading.get_ident()
+        with LOCK:
+            # Commits may have found the pass, and wait for it.
+            self.inside.remove(ticket)
+            self.run_ready()
+            _changed.wait_for(lambda: not any(gate.keeps_out(reader) for gate in gates), timeout=seconds)
+            self.inside.append(ticket)
+
+    def run_ready(self) -> bool:
+        """Run the commits that wait for no reader any more. Return whether there was one."""
+        return any([gate.run_ready() for gate in tuple(self.gates)])
+
+    def has_own(self) -> bool:
+        """Whether the calling thread is in one of them."""
+        frame: FrameType | None = sys._getframe() if self.inside else None
+        while frame is not None:
+            if frame.f_code is self._code and frame.f_locals.get("ticket") in self.inside:
+                return True
+            frame = frame.f_back
+        return False
 
 
 class CommitGate:
@@ -112,44 +165,86 @@ class CommitGate:
     a waiting commit if the same ``reader`` holds that commit up: the same thread, or a body around this one.
     """
 
-    # How often this process and those before it were forked. Each forward pass compares it. A system call for
-    # the process's id would take longer, and would slow down what follows in the pass.
+    # How often this process and those before it were forked.
     forks: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        # Ticket -> its reader; and the commits that wait for them. Where both are empty, a commit may run at
-        # once, in the body of :data:`LOCK`. Only this module changes them.
+        # Ticket -> its reader, without the forward passes; and the commits that wait for readers. Only this
+        # module changes them.
         self.inside: dict[object, object] = {}
         self.waiting: list[CommitJob] = []
-        # How many readers have entered so far, without those that were inside already.
-        self.entered = 0
+        # The passes that are readers -> whether those that begin now are.
+        self._passes: dict[ForwardPasses, bool] = {}
 
-    def try_enter(self, ticket: object, reader: object, *, force: bool = False) -> bool:
-        """Become a reader, unless a commit waits that ``reader`` is not already holding up.
-
-        ``force``: become one even then.
-        """
+    def watch(self, passes: ForwardPasses) -> None:
+        """Make all forward passes that begin from now on readers."""
         with LOCK:
-            if self.waiting and not force:
-                held_up = [gate for job in self.waiting for gate in job.gates]
-                if not self._holds(reader, held_up):
-                    return False
-            if not self.inside or not self._holds(reader, [self]):
-                self.entered += 1
+            if not self._passes.get(passes):
+                self._passes[passes] = True
+                passes.gates.append(self)
+                passes.attention.extend(self.waiting)
+
+    def unwatch(self, passes: ForwardPasses) -> None:
+        """Make forward passes readers no longer, except those that run now."""
+        with LOCK:
+            if passes in self._passes:
+                self._passes[passes] = False
+                self.readers()
+
+    def readers(self) -> list[object]:
+        """The tickets of all readers."""
+        with LOCK:
+            for passes in [each for each, begin in self._passes.items() if not begin and not each.inside]:
+                del self._passes[passes]
+                passes.gates.remove(self)
+                passes.attention[:] = [each for each in passes.attention if each not in self.waiting]
+            return [*self.inside, *(ticket for passes in self._passes for ticket in passes.inside)]
+
+    def try_enter(self, ticket: object, reader: object) -> bool:
+        """Become a reader, unless a commit waits that ``reader`` is not already holding up."""
+        with LOCK:
+            if self.keeps_out(reader):
+                return False
             self.inside[ticket] = reader
             return True
 
     def leave(self, ticket: object) -> bool:
         """Stop being a reader; runs the commit that waited for this. Return whether there was one."""
         with LOCK:
-            if self.inside.pop(ticket, None) is None or not self.waiting:
-                return False
-            committed = False
+            self.inside.pop(ticket, None)
+            return self.run_ready()
+
+    def run_ready(self) -> bool:
+        """Run the commits that wait for no reader any more. Return whether there was one."""
+        committed = False
+        with LOCK:
             for job in list(self.waiting):
                 if job._ready():
                     job._run()
                     committed = True
-            return committed
+        return committed
+
+    def commit_at_once(self, commit: Callable[[], None]) -> bool:
+        """Run ``commit`` if there is no reader, and no other commit. Return whether that was done."""
+        with LOCK:
+            self.announce(commit)
+            try:
+                if self.waiting or self.readers():
+                    return False
+                commit()
+                return True
+            finally:
+                self.conclude(commit)
+
+    def announce(self, commit: object) -> None:
+        """Let no forward pass begin or end outside of :data:`LOCK` until :meth:`conclude`."""
+        for passes in self._passes:
+            passes.attention.append(commit)
+
+    def conclude(self, commit: object) -> None:
+        for passes in self._passes:
+            if commit in passes.attention:
+                passes.attention.remove(commit)
 
     def leave_blocking(self, ticket: object) -> None:
         """As :meth:`leave`, in a thread that computes: another one waits to acknowledge the commit."""
@@ -191,21 +286,20 @@ class CommitGate:
             with suppress(ValueError):  # an abandoned generator is closed in another context than its own
                 _body.reset(reset)
 
-    def enter_blocking(self, ticket: object, reader: object, seconds: float, *, force: bool = False) -> bool:
-        """Become a reader in a thread, after ``seconds`` of waiting at most. Return whether it has entered.
-
-        Args:
-            force: enter after that time even if a commit still waits.
-        """
+    def enter_blocking(self, ticket: object, reader: object, seconds: float) -> bool:
+        """Become a reader in a thread, after waiting for ``seconds`` at most. Return whether it is one."""
         with LOCK:
-            entered = _changed.wait_for(lambda: self.try_enter(ticket, reader), timeout=seconds)
-            return entered or (force and self.try_enter(ticket, reader, force=True))
+            return _changed.wait_for(lambda: self.try_enter(ticket, reader), timeout=seconds)
 
-    @staticmethod
-    def _holds(reader: object, gates: Sequence[CommitGate]) -> bool:
-        """Whether a reader, or a body around it, is inside one of the gates."""
+    def keeps_out(self, reader: object) -> bool:
+        """Whether a commit waits that ``reader`` is not itself holding up."""
+        if not self.waiting:
+            return False
+        gates = {gate for job in self.waiting for gate in job.gates}
         inside = [each for gate in gates for each in gate.inside.values()]
-        return any(each in inside for each in (reader if isinstance(reader, PinnedBody) else [reader]))
+        if isinstance(reader, PinnedBody):
+            return not any(body in inside for body in reader)
+        return reader not in inside and not any(each.has_own() for gate in gates for each in gate._passes)
 
 
 def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob:
@@ -214,6 +308,7 @@ def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob
     with LOCK:
         for gate in gates:
             gate.waiting.append(job)
+            gate.announce(job)
         if job._ready():
             job._run()
     return job

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from aiosync.receiver.commit_gate import CommitGate, CommitJob
-from aiosync.receiver.joint_commit import JointPart, drop_out, entries, leave
+from aiosync.receiver.joint_commit import JointPart, drop_out, leave, readers_before
 
 Job: TypeAlias = CommitJob | JointPart
 """What commits: one update, or one part of a joint update."""
@@ -24,8 +24,9 @@ class CommitWait:
         self._gate = gate
         # The commit that waits.
         self.job: Job | None = None
-        # How many readers had entered when the first commit after the last one was withdrawn; None: none was.
-        self._entered: int | None = None
+        # The readers that were inside when the first commit after the last one was withdrawn, and still are;
+        # None: none was withdrawn.
+        self._long_inside: list[object] | None = None
 
     async def wait(self, job: Job, on_wait: Callable[[], None]) -> None:
         """Wait until ``job.done`` is resolved or cancelled. ``on_wait()`` is called first.
@@ -51,22 +52,24 @@ class CommitWait:
 
     def committed(self) -> None:
         """A commit has run. Called in any thread."""
-        self._entered = None
+        self._long_inside = None
 
     def overtake(self) -> None:
         """Withdraw the commit that waits: a newer version is there.
 
         A withdrawn commit lets readers in that waited behind it. If that was done again and again, updates
-        that come fast and readers that overlap would keep every commit out. So it is done only as long as the
-        same readers are inside.
+        that come fast and readers that overlap would keep every commit out. So it is done only as long as a
+        reader is inside that was there at the first time: without it, too, that one would hold the commit up.
         """
         job = self.job
         if job is None:
             return
-        entered = self._gate.entered if isinstance(job, CommitJob) else entries(job)
-        if entered >= 0 and self._entered not in (None, entered):
-            return
-        self._entered = None if entered < 0 else entered
+        readers = self._gate.readers() if isinstance(job, CommitJob) else readers_before(job)
+        if readers is not None and self._long_inside is not None:
+            readers = [reader for reader in readers if reader in self._long_inside]
+            if not readers:
+                return
+        self._long_inside = readers
         if isinstance(job, CommitJob):
             job.withdraw()
         else:

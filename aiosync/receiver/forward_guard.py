@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copyreg
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
 from torch._C import _dynamo
 
-from aiosync.receiver.commit_gate import CommitGate
+from aiosync._processors import yield_processor
+from aiosync.receiver.commit_gate import LOCK, CommitGate, ForwardPasses
+
+# Not torch.compiler.is_compiling(), which is true as well where a function runs as it is, and takes longer.
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 @dataclass(eq=False, repr=False)
@@ -37,46 +41,76 @@ class ForwardGuard:
     # Seconds that a forward pass waits for a commit that other readers delay. Then it starts: a commit that
     # runs later is better than a forward pass that never runs.
     patience: float
-    on_pass: Callable[[], None]  # called at the beginning of each pass, when no commit can run any more
+    # Called at the beginning of the first pass, and of the one after call_on_next_pass(), when no commit can
+    # run any more.
+    on_pass: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self._forks = self.gate.forks
-        guards = _guards_of(self.module)
-        if guards is None:
-            guards = []
-            # Not by the module's own __setattr__, which TorchScript's modules have.
-            object.__setattr__(self.module, "__class__", _guarded_class(type(self.module), guards))
-        guards.append(self)
+        passes = _passes_of(self.module)
+        if passes is None or passes.forks != CommitGate.forks:
+            passes = _guard_class_of(self.module)
+        self._passes = passes
+        passes.guards.append(self)
+        self.gate.watch(passes)
+        self.call_on_next_pass()
 
-    def enter(self, ticket: object) -> None:
-        """Become a reader."""
-        gate, reader = self.gate, threading.get_ident()
-        if self._forks != gate.forks:
-            return  # a forked child commits nothing
-        if not gate.try_enter(ticket, reader):
-            gate.enter_blocking(ticket, reader, self.patience, force=True)
-        self.on_pass()
+    def call_on_next_pass(self) -> None:
+        """Call ``on_pass()`` when the next pass begins."""
+        with LOCK:
+            self._passes.attention.append(self)
 
     def remove(self) -> None:
         """End the guard; idempotent. The last one restores the class. A running pass leaves its gate."""
-        guards, found = _guards_of(self.module) or [], type(self.module)
-        if self in guards:
-            guards.remove(self)
+        passes, found = self._passes, type(self.module)
+        if self in passes.guards:
+            passes.guards.remove(self)
+            passes.called_for([self])
+            self.gate.unwatch(passes)
         # If other code (parametrizations, FSDP) has made a subclass since, the module keeps that one.
-        if not guards and _guards_in(found) is guards:
-            object.__setattr__(self.module, "__class__", found.__bases__[1])
+        if not passes.guards and _passes_in(found) is passes:
+            object.__setattr__(self.module, "__class__", found.__bases__[-1])
 
 
-def _guards_in(cls: type) -> list[ForwardGuard] | None:
-    """The guards of a guarded class; None: it is another class."""
+class _GuardedPasses(ForwardPasses):
+    """The forward passes of one guarded module."""
+
+    def __init__(self, code: CodeType) -> None:
+        super().__init__(code)
+        self.guards: list[ForwardGuard] = []
+        self.forks = CommitGate.forks
+
+    def begin(self, ticket: object) -> None:
+        """Wait for commits, where ``attention`` is not empty as a pass begins."""
+        if self.forks != CommitGate.forks:
+            return  # a forked child commits nothing
+        guards = tuple(self.guards)
+        patience = max((guard.patience for guard in guards), default=0.0)
+        self.wait_to_begin(ticket, [guard.gate for guard in guards], patience)
+        self.called_for(guards)
+        for guard in guards:
+            guard.on_pass()
+
+    def called_for(self, guards: Sequence[ForwardGuard]) -> None:
+        """Do not call ``on_pass`` for these guards again until they ask for it."""
+        with LOCK:
+            self.attention[:] = [each for each in self.attention if each not in guards]
+
+    def end(self) -> None:
+        """Run the commits that waited for a pass, where ``attention`` is not empty as it ends."""
+        if self.forks == CommitGate.forks and self.run_ready():
+            yield_processor()  # another thread waits to acknowledge the commit
+
+
+def _passes_in(cls: type) -> _GuardedPasses | None:
+    """The passes of a guarded class; None: it is another class."""
     # An attribute of the function, because a metaclass may refuse attributes of the class.
-    return getattr(cls.__dict__.get("__call__"), "aiosync_guards", None)
+    return getattr(cls.__dict__.get("__call__"), "aiosync_passes", None)
 
 
-def _guards_of(module: nn.Module) -> list[ForwardGuard] | None:
-    """The guards in the guarded class of a module; None: it has none."""
-    found = (_guards_in(cls) for cls in type(module).__mro__)
-    return next((guards for guards in found if guards is not None), None)
+def _passes_of(module: nn.Module) -> _GuardedPasses | None:
+    """The passes of the module's guarded class; None: it has none."""
+    found = (_passes_in(cls) for cls in type(module).__mro__)
+    return next((passes for passes in found if passes is not None), None)
 
 
 class _Unannounced:
@@ -91,26 +125,35 @@ class _Unannounced:
             super().__init_subclass__(**kwargs)
 
 
-def _guarded_class(original: type[nn.Module], guards: list[ForwardGuard]) -> type[nn.Module]:
+def _guard_class_of(module: nn.Module) -> _GuardedPasses:
+    """Give the module a guarded class."""
+    original = type(module)
+
+    # The time that this function adds to a pass is that of the memory which it touches: the pass before has
+    # taken the processor's cache. So it looks at two lists, and calls nothing else unless it has to.
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A compiler that traces this call must find nothing else here.
-        if torch.compiler.is_compiling():
+        # A compiler that traces this call must find nothing else here; and a copy of the module may have its
+        # class.
+        if _is_compiling() or module is not guarded_module:
             return super(guarded, module).__call__(*args, **kwargs)
-        ticket, present = object(), tuple(guards)
+        ticket = object()
         try:
             try:
-                for guard in present:
-                    if guard.module is module:  # a copy of a module may have its class
-                        guard.enter(ticket)
+                inside.append(ticket)
+                if attention:
+                    passes.begin(ticket)
                 # Not by super(): meanwhile another thread may restore the module's class.
                 return original.__call__(module, *args, **kwargs)
             finally:
-                for guard in present:
-                    guard.gate.leave_blocking(ticket)
-        finally:
-            for guard in present:  # again, in case an interrupt ended the first calls
-                if ticket in guard.gate.inside:
-                    guard.gate.leave_blocking(ticket)
+                if ticket in inside:
+                    inside.remove(ticket)
+                if attention:
+                    passes.end()
+        finally:  # again, in case an interrupt ended the first calls
+            if ticket in inside:
+                inside.remove(ticket)
+            if attention:
+                passes.end()
 
     def reduce(module: nn.Module, protocol: int) -> Any:
         found = original.__reduce_ex__(module, protocol)
@@ -123,14 +166,20 @@ def _guarded_class(original: type[nn.Module], guards: list[ForwardGuard]) -> typ
             make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
         return (original if make is guarded else make, arguments, *rest)
 
-    call.aiosync_guards = guards  # type: ignore[attr-defined]
+    passes, guarded_module = _GuardedPasses(call.__code__), module
+    inside, attention = passes.inside, passes.attention
+    call.aiosync_passes = passes  # type: ignore[attr-defined]
     _skip(call)
     body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"__slots__": (), "__call__": call, "__reduce_ex__": reduce}
     # By type.__new__, because the metaclass may register its classes too.
     new: Any = type.__new__
-    guarded: Any = new(type(original), original.__name__, (_Unannounced, original), body, unannounced=True)
-    return cast("type[nn.Module]", guarded)
+    # The module may have the guarded class of a process that this one was forked from.
+    bases = (original,) if issubclass(original, _Unannounced) else (_Unannounced, original)
+    guarded: Any = new(type(original), original.__name__, bases, body, unannounced=True)
+    # Not by the module's own __setattr__, which TorchScript's modules have.
+    object.__setattr__(module, "__class__", guarded)
+    return passes
 
 
 def _skip(function: Any, *, with_calls: bool = False) -> None:
@@ -144,5 +193,5 @@ def _skip(function: Any, *, with_calls: bool = False) -> None:
     frames.set_code_exec_strategy(function.__code__, as_it_is)
 
 
-for _function in (ForwardGuard.enter, CommitGate.leave_blocking):
+for _function in (_GuardedPasses.begin, _GuardedPasses.end):
     _skip(_function, with_calls=True)  # under ``fullgraph=True`` a lock would be an error

@@ -98,15 +98,13 @@ def drop_out(part: JointPart) -> None:
             give_up(*part.key, "one of its models has skipped to a newer version")
 
 
-def entries(part: JointPart) -> int:
-    """How many readers have entered the gates that the commit waits for; -1: it waits for other parts."""
+def readers_before(part: JointPart) -> list[object] | None:
+    """The tickets of the readers that the commit waits for; None: it waits for other parts."""
     with LOCK:
         found = _joints.get(part.key)
-        return (
-            sum(gate.entered for gate in found.job.gates)
-            if found is not None and found.job is not None
-            else -1
-        )
+        if found is None or found.job is None:
+            return None
+        return [ticket for gate in found.job.gates for ticket in gate.readers()]
 
 
 def give_up(joint_id: str, worker: int, reason: str) -> None:

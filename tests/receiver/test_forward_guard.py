@@ -8,8 +8,10 @@ import multiprocessing
 import pickle
 import sys
 import threading
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -19,9 +21,10 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.nn.utils import parametrize
 
-from aiosync.receiver.commit_gate import CommitGate, submit
+from aiosync.receiver import commit_gate
+from aiosync.receiver.commit_gate import CommitGate, CommitJob, submit
 from aiosync.receiver.forward_guard import ForwardGuard
-from tests.kit.clock import PATIENCE
+from tests.kit.clock import BRIEF, PATIENCE
 
 T = TypeVar("T")
 
@@ -82,21 +85,58 @@ class _Policy(nn.Module):
         return torch.relu(self.linear(x))
 
 
+class _Reading(nn.Module):
+    """Its forward pass calls ``reads``, and then ``inner`` if it has one."""
+
+    def __init__(self, reads: Callable[[], object], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.reads = reads
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.reads()
+        out: torch.Tensor = x if self.inner is None else self.inner(x)
+        return out
+
+
+def at_instruction(number: int, module: nn.Module, act: Callable[[], object]) -> Any:
+    """A trace function that calls ``act`` before the n-th instruction of a guarded module's ``__call__``."""
+    guarded_call = type(module).__call__.__code__
+
+    def trace(frame: types.FrameType, event: str, argument: object) -> Any:
+        nonlocal number
+        if frame.f_code is not guarded_call:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            number -= 1
+            if number == 0:
+                act()
+        return trace
+
+    return trace
+
+
+MOMENTS = 120
+"""More than the instructions of a guarded ``__call__``."""
+
+
+def watch_passes(guard: ForwardGuard) -> None:
+    """From now on the guard calls ``on_pass`` for each pass."""
+    guard._passes.attention.append("a test")
+
+
 @pytest.fixture
 def entered() -> list[object]:
-    """Tickets of all readers that have entered the gate of ``guarded``."""
+    """Tickets of all forward passes of ``guarded``."""
     return []
 
 
 @pytest.fixture
 def guarded(entered: list[object]) -> Iterator[nn.Module]:
-    class Counting(CommitGate):
-        def try_enter(self, ticket: object, reader: object, *, force: bool = False) -> bool:
-            entered.append(ticket)
-            return super().try_enter(ticket, reader, force=force)
-
-    module = _Policy()
-    guard = ForwardGuard(Counting(), module, PATIENCE, lambda: None)
+    module, gate = _Policy(), CommitGate()
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: entered.extend(gate.readers()))
+    watch_passes(guard)
     yield module
     guard.remove()
     assert type(module) is _Policy
@@ -239,7 +279,7 @@ def test_modules_of_other_makes(kind: str) -> None:
     }
     module = makers[kind]()
     seen: list[int] = []
-    guard = ForwardGuard(gate, module, PATIENCE, lambda: seen.append(len(gate.inside)))
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: seen.append(len(gate.readers())))
     module(TensorDict({"x": X}, [3]) if kind == "tensordict" else X)
     assert seen == [1]
     guard.remove()
@@ -278,10 +318,13 @@ def test_two_guards_of_one_module(first: int) -> None:
     assert module.inside.wait(PATIENCE)
     jobs = [submit([gate], lambda: None) for gate in gates]
     assert not any(job.done.done() for job in jobs)
+    guards[first].call_on_next_pass()
     guards[first].remove()  # during the pass
     module.go_on.set()
     thread.join()
     assert all(job.done.done() for job in jobs)
+    module(torch.zeros(1))
+    assert guards[1 - first]._passes.attention == []  # the next pass has nothing to do in the gates
     guards[1 - first].remove()
     assert type(module) is _Slow
 
@@ -310,7 +353,8 @@ def test_a_module_that_got_another_class_meanwhile_can_be_guarded_again() -> Non
     submit([gates[0]], lambda: None)  # waits, and would block a forward pass that enters this gate
     module(torch.zeros(2))
     entered: list[int] = []
-    second = ForwardGuard(gates[1], module, PATIENCE, lambda: entered.append(len(gates[1].inside)))
+    second = ForwardGuard(gates[1], module, PATIENCE, lambda: entered.append(len(gates[1].readers())))
+    watch_passes(second)
     module(torch.zeros(2))
     assert entered == [1]
     second.remove()
@@ -318,32 +362,19 @@ def test_a_module_that_got_another_class_meanwhile_can_be_guarded_again() -> Non
     assert entered == [1]
 
 
-@pytest.mark.parametrize("moment", range(0, 60))
+@pytest.mark.parametrize("moment", range(1, MOMENTS + 1))
 def test_a_guard_may_end_at_any_moment_of_a_forward_pass(moment: int) -> None:
     """Another thread may end it; here the same thread does, before the n-th instruction of ``__call__``."""
     module, gate = _Policy(), CommitGate()
     guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
-    guarded_call = type(module).__call__.__code__
-
-    def trace(frame: types.FrameType, event: str, argument: object) -> Any:
-        nonlocal moment
-        if frame.f_code is not guarded_call:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            moment -= 1
-            if moment == 0:
-                guard.remove()
-        return trace
-
-    sys.settrace(trace)
+    sys.settrace(at_instruction(moment, module, guard.remove))
     try:
         module(torch.zeros(2))
     finally:
         sys.settrace(None)
     guard.remove()
     assert type(module) is _Policy
-    assert gate.inside == {}
+    assert gate.readers() == []
 
 
 class _Broken(nn.Module):
@@ -360,11 +391,168 @@ def test_a_compiler_that_begins_in_the_middle_finds_the_users_own_code() -> None
         torch._dynamo.utils.counters.clear()
         outer, gate = _Outer(_Broken()), CommitGate()
         if guarded:
-            ForwardGuard(gate, outer.inner, PATIENCE, lambda: passes.append(None))
+            watch_passes(ForwardGuard(gate, outer.inner, PATIENCE, lambda: passes.append(None)))
         compiled = torch.compile(outer, backend="eager")
         for _ in range(3):
             assert torch.equal(compiled(X), outer(X))
         frames.append(dict(torch._dynamo.utils.counters["frames"]))
-        assert (gate.entered, gate.inside) == (6 * guarded, {})
+        assert gate.readers() == []
     assert len(passes) == 6
     assert frames[0] == frames[1]
+
+
+@pytest.mark.parametrize("moment", range(1, MOMENTS + 1))
+@pytest.mark.parametrize("submitted", [True, False])
+def test_a_commit_may_come_at_any_moment_of_a_forward_pass(moment: int, submitted: bool) -> None:
+    """In another thread, before the n-th instruction of ``__call__``."""
+    gate, running, here = CommitGate(), threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+    landed: list[int] = []
+
+    def commit() -> None:
+        running.set()
+        here.set()
+        time.sleep(0.005)  # the pass goes on, if nothing stops it
+        landed.append(moment)
+        running.clear()
+
+    def come() -> None:
+        if submitted:
+            submit([gate], commit)
+        else:
+            gate.commit_at_once(commit)
+        here.set()
+
+    def act() -> None:
+        threads.append(threading.Thread(target=come))
+        threads[0].start()
+        assert here.wait(PATIENCE)
+
+    torn: list[bool] = []
+    module = _Reading(lambda: torn.append(running.is_set()))
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    module(X)  # the first pass has something to do in the gate
+    sys.settrace(at_instruction(moment, module, act))
+    try:
+        module(X)
+    finally:
+        sys.settrace(None)
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert torn == [False, False]
+    assert len(landed) == len(threads) or not submitted
+    assert gate.readers() == gate.waiting == []
+    assert gate.commit_at_once(lambda: None)
+    assert moment < MOMENTS or not threads
+    guard.remove()
+
+
+@pytest.mark.parametrize("moment", range(1, MOMENTS + 1))
+def test_an_interrupt_at_any_moment_of_a_forward_pass_keeps_no_commit_waiting(moment: int) -> None:
+    gate, jobs = CommitGate(), list[CommitJob]()
+    module = _Reading(lambda: jobs.append(submit([gate], lambda: None)))
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    sys.settrace(at_instruction(moment, module, interrupt))
+    try:
+        with suppress(KeyboardInterrupt):
+            module(X)
+    finally:
+        sys.settrace(None)
+    assert gate.readers() == []
+    assert all(job.done.done() for job in jobs)
+    guard.remove()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_pass_in_a_pass_does_not_wait_for_what_the_outer_one_holds_up(pinned: bool) -> None:
+    gates = [CommitGate(), CommitGate()]
+    inner = _Reading(lambda: None)
+    outer = _Reading(lambda: jobs.append(submit(gates, lambda: None)), inner)
+    guards = [ForwardGuard(gates[0], outer, PATIENCE, lambda: None)]
+    guards.append(ForwardGuard(gates[1], inner, PATIENCE, lambda: None))
+    jobs: list[CommitJob] = []
+    started = time.monotonic()
+    if pinned:
+        assert gates[0].enter_blocking("a body", threading.get_ident(), PATIENCE)
+        outer(X)
+        assert not jobs[0].done.done()
+        gates[0].leave_blocking("a body")
+    else:
+        outer(X)  # submits one itself
+    assert all(job.done.done() for job in jobs)
+    assert time.monotonic() - started < PATIENCE / 2
+    for guard in guards:
+        guard.remove()
+
+
+def test_a_body_in_a_pass_does_not_wait_for_what_the_pass_holds_up() -> None:
+    gate = CommitGate()
+
+    def read() -> None:
+        job = submit([gate], lambda: None)
+        assert gate.enter_blocking("a body", threading.get_ident(), PATIENCE / 2)
+        gate.leave_blocking("a body")
+        assert not job.done.done()
+
+    module = _Reading(read)
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    module(X)
+    assert gate.waiting == []
+    guard.remove()
+
+
+def test_a_pass_waits_for_a_commit_only_as_long_as_it_has_patience() -> None:
+    gate, module = CommitGate(), _Reading(lambda: None)
+    guard = ForwardGuard(gate, module, BRIEF / 3, lambda: None)
+    gate.try_enter("a reader", "that does not leave")
+    job = submit([gate], lambda: None)
+    module(X)
+    assert not job.done.done()
+    gate.leave("a reader")
+    assert job.done.done()
+    guard.remove()
+
+
+def test_a_forked_child_can_guard_the_module_anew() -> None:
+    """A pass of the parent's other thread was running: in the child it never ends."""
+    module = _Slow()
+    guard = ForwardGuard(CommitGate(), module, PATIENCE, lambda: None)
+    thread = threading.Thread(target=module, args=[torch.zeros(1)])
+    thread.start()
+    assert module.inside.wait(PATIENCE)
+
+    def child() -> None:
+        gate, seen = CommitGate(), list[object]()
+        ForwardGuard(gate, module, PATIENCE, lambda: seen.extend(gate.readers()))
+        assert gate.commit_at_once(lambda: None)
+        module.go_on.set()
+        module(torch.zeros(1))
+        assert len(seen) == 1
+        assert gate.commit_at_once(lambda: None)
+
+    process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+    process.close()
+    module.go_on.set()
+    thread.join()
+    guard.remove()
+    assert type(module) is _Slow
+
+
+def test_without_the_interpreters_lock_each_pass_takes_the_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_gate, "_ORDERED", False)
+    gate, module = CommitGate(), _Reading(lambda: None)
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    began: list[object] = []
+    monkeypatch.setattr(guard._passes, "begin", began.append)
+    for _ in range(3):
+        module(X)
+    assert len(began) == 3
+    assert gate.readers() == []
+    guard.remove()
