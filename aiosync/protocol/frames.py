@@ -15,7 +15,7 @@ One update, from the connection of a worker to its answer::
       Fetch ----------------------------->        the worker is ready for the newest version
             <----------------------------- Update      where the version lies; it stays valid until the answer
             <----------------------------- Chunk* End  (if the connection carries the bytes) the bytes
-      Staged ---------------------------->        (only if the commit has to wait) the worker has the bytes
+      Staged ---------------------------->        (only if the commit waits for long) the worker has the bytes
       Ack | Nack ------------------------>        an Ack may contain the next Fetch
             <----------------------------- Abort       a joint update is cancelled
             <----------------------------- Interrupt   the bytes will not come: the worker fetches again

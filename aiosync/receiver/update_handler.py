@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 
 from aiosync.events import EventSource
 from aiosync.protocol.frames import Update
@@ -23,6 +24,10 @@ from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
 from aiosync.stats import SchemeStats
 from aiosync.transfer.stream import BaseLostError
 from aiosync.weights.binding import StaleConversion
+
+_STAGED_AFTER = 0.02
+"""Seconds that a commit waits before the sender is informed. Most forward passes have ended by then. For each
+frame the sender's thread needs a processor, which workers that act take from it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -107,7 +112,7 @@ class UpdateHandler:
                 if connection.down:
                     self.pending = None
                     return None
-            await applier.commit(pending, self._held_up)
+            await applier.commit(pending, partial(self._held_up, pending))
         except Exception as exc:  # noqa: BLE001 - sent to the sender as a refusal
             return self._not_applied(pending, exc)
         # Not refused if this raises, since the version is in service: a device that fails ends the receiver.
@@ -153,13 +158,17 @@ class UpdateHandler:
         session, inbound = self.connection.session, self.applier.inbound
         session.have, session.maps = self.applier.have, inbound is not None and inbound.can_read_sender
 
-    def _held_up(self) -> None:
-        """Tell the sender that the staged update waits for readers."""
-        session = self.connection.session
-        session.staged(copied=not self.applier.needs_sender)
-        self.connection.flush()
-        if session.superseded:  # since it began to be staged
+    def _held_up(self, pending: PendingUpdate) -> None:
+        """The staged update waits for readers."""
+        asyncio.get_running_loop().call_later(_STAGED_AFTER, self._report_staged, pending)
+        if self.connection.session.superseded:  # since it began to be staged
             self.applier.overtake()
+
+    def _report_staged(self, pending: PendingUpdate) -> None:
+        """Tell the sender that the update waits, if it still does."""
+        if self.pending is pending and not self.closed:
+            self.connection.session.staged(copied=not self.applier.needs_sender)
+            self.connection.flush()
 
     def answer(self, pending: PendingUpdate) -> None:
         """Acknowledge the pending update: it, or a newer version, is in service."""

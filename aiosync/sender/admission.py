@@ -19,7 +19,7 @@ from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transports.base import FramedTransport, Listener
 from aiosync.transports.log_limit import LogLimit
 
-_EAGER_LIMIT = 1 << 20
+_EAGER_LIMIT = 8 << 20
 """Bytes up to which a worker gets an update without a Notify before it. This saves a round trip. It costs a
 slot if the worker hangs at that moment."""
 
