@@ -48,6 +48,8 @@ class UpdateHandler:
     closed: bool = False
     # Whether the update before the pending one was given back, because there was a newer one.
     _skipped: bool = field(default=False, init=False)
+    # The timer of _report_staged().
+    _report: asyncio.TimerHandle | None = field(default=None, init=False)
     # Set when an update was acknowledged or refused.
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     stats: SchemeStats = field(default_factory=SchemeStats)
@@ -112,7 +114,11 @@ class UpdateHandler:
                 if connection.down:
                     self.pending = None
                     return None
-            await applier.commit(pending, partial(self._held_up, pending))
+            try:
+                await applier.commit(pending, partial(self._held_up, pending))
+            finally:
+                if self._report is not None:
+                    self._report.cancel()
         except Exception as exc:  # noqa: BLE001 - sent to the sender as a refusal
             return self._not_applied(pending, exc)
         # Not refused if this raises, since the version is in service: a device that fails ends the receiver.
@@ -160,13 +166,14 @@ class UpdateHandler:
 
     def _held_up(self, pending: PendingUpdate) -> None:
         """The staged update waits for readers."""
-        asyncio.get_running_loop().call_later(_STAGED_AFTER, self._report_staged, pending)
+        later = asyncio.get_running_loop().call_later
+        self._report = later(_STAGED_AFTER, self._report_staged, pending)
         if self.connection.session.superseded:  # since it began to be staged
             self.applier.overtake()
 
     def _report_staged(self, pending: PendingUpdate) -> None:
-        """Tell the sender that the update waits, if it still does."""
-        if self.pending is pending and not self.closed:
+        """Tell the sender that the update waits."""
+        if self.pending is pending:  # and was not given back when the connection was lost
             self.connection.session.staged(copied=not self.applier.needs_sender)
             self.connection.flush()
 
