@@ -204,6 +204,8 @@ class WeightApplier(Applier):
                 self.guard_forwards(self._patience)
         if listener is not self._listener:
             self._listen(listener)
+            if self._guard is not None:
+                self._guard.call_on_next_pass()
 
     # -- one update ------------------------------------------------------------------------------
 
@@ -375,7 +377,7 @@ class WeightApplier(Applier):
         """Release everything. The model keeps its version, in memory of its own."""
         self._unguard()
         back_buffers, self._back_buffers = self._back_buffers, None
-        self.overtake()
+        self._wait.withdraw()
         async with self._staging:  # an update that is being staged is finished first
             try:
                 if self._viewing:

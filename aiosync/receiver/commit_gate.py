@@ -77,6 +77,7 @@ class CommitJob:
         self.gates = tuple(gates)
         # Resolves when the commit has run, with the exception that it raised; cancelled if it was withdrawn.
         self.done: Future[None] = Future()
+        self.running = False
         self._commit = commit
 
     def withdraw(self) -> bool:
@@ -85,38 +86,42 @@ class CommitJob:
             if self.done.done():
                 return False
             self._leave()
-            self._conclude()
             self.done.cancel()
             return True
 
-    def _ready(self) -> bool:
-        return not any(gate.readers() for gate in self.gates)
+    def run_if_ready(self) -> bool:
+        """Run the commit if it waits for no reader any more. Return whether that was done. In :data:`LOCK`.
 
-    def _run(self) -> None:
-        self._leave()
+        An interrupt (Ctrl-C) that comes before the commit leaves it waiting, so that the next call runs it.
+        """
+        if self.running or any(gate.readers() for gate in self.gates):
+            return False
         interrupts: list[BaseException] = []
-        while not self.done.done():
-            try:
-                self._commit()
-            except Exception as exc:  # noqa: BLE001 - the future carries it to the caller of submit()
-                self.done.set_exception(exc)
-            except BaseException as exc:  # noqa: BLE001 - raised below
-                # The interrupt was for this thread and not for the commit, which was undone and runs again.
-                interrupts.append(exc)
-            else:
-                self.done.set_result(None)
-        self._conclude()
+        try:
+            self.running = True
+            while not self.done.done():
+                try:
+                    self._commit()
+                except Exception as exc:  # noqa: BLE001 - the future carries it to the caller of submit()
+                    self.done.set_exception(exc)
+                except BaseException as exc:  # noqa: BLE001 - raised below
+                    # It was for this thread and not for the commit, which was undone and runs again.
+                    interrupts.append(exc)
+                else:
+                    self.done.set_result(None)
+        finally:
+            self.running = False
+        self._leave()
         if interrupts:
             raise interrupts[0]
+        return True
 
     def _leave(self) -> None:
         for gate in self.gates:
-            gate.waiting.remove(self)
-        _changed.notify_all()
-
-    def _conclude(self) -> None:
-        for gate in self.gates:
             gate.conclude(self)
+            if self in gate.waiting:
+                gate.waiting.remove(self)
+        _changed.notify_all()
 
 
 class ForwardPasses:
@@ -173,32 +178,42 @@ class CommitGate:
         # module changes them.
         self.inside: dict[object, object] = {}
         self.waiting: list[CommitJob] = []
-        # The passes that are readers -> whether those that begin now are.
-        self._passes: dict[ForwardPasses, bool] = {}
+        # The passes that are readers -> the tickets of those that are; None: of all. And what is in their
+        # ``attention`` because of this gate: the commits that wait or run.
+        self._passes: dict[ForwardPasses, list[object] | None] = {}
+        self._announced: list[object] = []
 
     def watch(self, passes: ForwardPasses) -> None:
         """Make all forward passes that begin from now on readers."""
         with LOCK:
-            if not self._passes.get(passes):
-                self._passes[passes] = True
+            if passes not in self._passes:
                 passes.gates.append(self)
-                passes.attention.extend(self.waiting)
+                passes.attention.extend(self._announced)
+            self._passes[passes] = None
 
     def unwatch(self, passes: ForwardPasses) -> None:
         """Make forward passes readers no longer, except those that run now."""
         with LOCK:
             if passes in self._passes:
-                self._passes[passes] = False
-                self.readers()
+                self._passes[passes] = list(passes.inside)
+                self.run_ready()
 
     def readers(self) -> list[object]:
         """The tickets of all readers."""
         with LOCK:
-            for passes in [each for each, begin in self._passes.items() if not begin and not each.inside]:
+            found = list(self.inside)
+            for passes, only in self._passes.items():
+                inside = list(passes.inside)
+                found += inside if only is None else [ticket for ticket in inside if ticket in only]
+            return found
+
+    def _forget_unwatched(self) -> None:
+        for passes, only in list(self._passes.items()):
+            if only is not None and not any(ticket in only for ticket in list(passes.inside)):
                 del self._passes[passes]
                 passes.gates.remove(self)
-                passes.attention[:] = [each for each in passes.attention if each not in self.waiting]
-            return [*self.inside, *(ticket for passes in self._passes for ticket in passes.inside)]
+                for commit in self._announced:
+                    passes.attention.remove(commit)
 
     def try_enter(self, ticket: object, reader: object) -> bool:
         """Become a reader, unless a commit waits that ``reader`` is not already holding up."""
@@ -218,10 +233,10 @@ class CommitGate:
         """Run the commits that wait for no reader any more. Return whether there was one."""
         committed = False
         with LOCK:
+            # A pass that ends now may not look here any more. So what it would have run is run below.
+            self._forget_unwatched()
             for job in list(self.waiting):
-                if job._ready():
-                    job._run()
-                    committed = True
+                committed |= job.run_if_ready()
         return committed
 
     def commit_at_once(self, commit: Callable[[], None]) -> bool:
@@ -238,13 +253,17 @@ class CommitGate:
 
     def announce(self, commit: object) -> None:
         """Let no forward pass begin or end outside of :data:`LOCK` until :meth:`conclude`."""
+        self._announced.append(commit)
         for passes in self._passes:
             passes.attention.append(commit)
 
     def conclude(self, commit: object) -> None:
-        for passes in self._passes:
-            if commit in passes.attention:
-                passes.attention.remove(commit)
+        """End what :meth:`announce` began; idempotent."""
+        if commit in self._announced:
+            for passes in self._passes:
+                if commit in passes.attention:  # unless an interrupt ended the first call
+                    passes.attention.remove(commit)
+            self._announced.remove(commit)
 
     def leave_blocking(self, ticket: object) -> None:
         """As :meth:`leave`, in a thread that computes: another one waits to acknowledge the commit."""
@@ -293,9 +312,11 @@ class CommitGate:
 
     def keeps_out(self, reader: object) -> bool:
         """Whether a commit waits that ``reader`` is not itself holding up."""
-        if not self.waiting:
+        # One that runs calls user code in this thread, which may read the model.
+        waiting = [job for job in self.waiting if not job.running and not job.done.done()]
+        if not waiting:
             return False
-        gates = {gate for job in self.waiting for gate in job.gates}
+        gates = {gate for job in waiting for gate in job.gates}
         inside = [each for gate in gates for each in gate.inside.values()]
         if isinstance(reader, PinnedBody):
             return not any(body in inside for body in reader)
@@ -309,8 +330,7 @@ def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob
         for gate in gates:
             gate.waiting.append(job)
             gate.announce(job)
-        if job._ready():
-            job._run()
+        job.run_if_ready()
     return job
 
 

@@ -36,9 +36,20 @@ class CommitWait:
         """
         self.job = job
         on_wait()
-        done = asyncio.wrap_future(job.done)
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def wake(_: object) -> None:  # in the thread that has committed
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(end)
+
+        job.done.add_done_callback(wake)
         try:
-            await asyncio.wait([done])
+            await ended
         except asyncio.CancelledError:
             if isinstance(job, CommitJob):
                 job.withdraw()
@@ -47,8 +58,6 @@ class CommitWait:
             raise
         finally:
             self.job = None
-            if done.done() and not done.cancelled():
-                done.exception()  # read here; the caller raises it
 
     def committed(self) -> None:
         """A commit has run. Called in any thread."""
@@ -70,7 +79,11 @@ class CommitWait:
             if not readers:
                 return
         self._long_inside = readers
-        if isinstance(job, CommitJob):
-            job.withdraw()
-        else:
-            drop_out(job)
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Withdraw the commit that waits, if one does and has not run."""
+        if isinstance(self.job, CommitJob):
+            self.job.withdraw()
+        elif self.job is not None:
+            drop_out(self.job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -48,27 +48,32 @@ class ForwardGuard:
     def __post_init__(self) -> None:
         passes = _passes_of(self.module)
         if passes is None or passes.forks != CommitGate.forks:
+            _restore_class(self.module, passes)
             passes = _guard_class_of(self.module)
         self._passes = passes
         passes.guards.append(self)
+        passes.set_module(self.module)
         self.gate.watch(passes)
         self.call_on_next_pass()
 
     def call_on_next_pass(self) -> None:
         """Call ``on_pass()`` when the next pass begins."""
         with LOCK:
-            self._passes.attention.append(self)
+            if self not in self._passes.attention:
+                self._passes.attention.append(self)
 
     def remove(self) -> None:
         """End the guard; idempotent. The last one restores the class. A running pass leaves its gate."""
-        passes, found = self._passes, type(self.module)
-        if self in passes.guards:
-            passes.guards.remove(self)
-            passes.called_for([self])
-            self.gate.unwatch(passes)
-        # If other code (parametrizations, FSDP) has made a subclass since, the module keeps that one.
-        if not passes.guards and _passes_in(found) is passes:
-            object.__setattr__(self.module, "__class__", found.__bases__[-1])
+        passes = self._passes
+        if self not in passes.guards:
+            return
+        passes.guards.remove(self)
+        with LOCK:
+            passes.attention[:] = [each for each in passes.attention if each is not self]
+        self.gate.unwatch(passes)
+        if not passes.guards:
+            passes.set_module(None)
+            _restore_class(self.module, passes)
 
 
 class _GuardedPasses(ForwardPasses):
@@ -78,6 +83,8 @@ class _GuardedPasses(ForwardPasses):
         super().__init__(code)
         self.guards: list[ForwardGuard] = []
         self.forks = CommitGate.forks
+        # Sets whose passes they are; None: those of no module. A guarded class keeps its module alive.
+        self.set_module: Callable[[nn.Module | None], None]
 
     def begin(self, ticket: object) -> None:
         """Wait for commits, where ``attention`` is not empty as a pass begins."""
@@ -86,14 +93,11 @@ class _GuardedPasses(ForwardPasses):
         guards = tuple(self.guards)
         patience = max((guard.patience for guard in guards), default=0.0)
         self.wait_to_begin(ticket, [guard.gate for guard in guards], patience)
-        self.called_for(guards)
         for guard in guards:
             guard.on_pass()
-
-    def called_for(self, guards: Sequence[ForwardGuard]) -> None:
-        """Do not call ``on_pass`` for these guards again until they ask for it."""
-        with LOCK:
-            self.attention[:] = [each for each in self.attention if each not in guards]
+            with LOCK:
+                if guard in self.attention:
+                    self.attention.remove(guard)
 
     def end(self) -> None:
         """Run the commits that waited for a pass, where ``attention`` is not empty as it ends."""
@@ -113,6 +117,15 @@ def _passes_of(module: nn.Module) -> _GuardedPasses | None:
     return next((passes for passes in found if passes is not None), None)
 
 
+def _restore_class(module: nn.Module, passes: _GuardedPasses | None) -> None:
+    """Undo :func:`_guard_class_of`, which has returned ``passes``; None: it was not called.
+
+    If other code (parametrizations, FSDP) has made a subclass since, the module keeps that one.
+    """
+    if passes is not None and _passes_in(type(module)) is passes:
+        object.__setattr__(module, "__class__", type(module).__bases__[-1])
+
+
 class _Unannounced:
     """A base before the user's class, whose ``__init_subclass__`` is then not called for the guarded class.
 
@@ -128,21 +141,25 @@ class _Unannounced:
 def _guard_class_of(module: nn.Module) -> _GuardedPasses:
     """Give the module a guarded class."""
     original = type(module)
+    guarded_module: nn.Module | None = None
+
+    def set_module(module: nn.Module | None) -> None:
+        nonlocal guarded_module
+        guarded_module = module
 
     # The time that this function adds to a pass is that of the memory which it touches: the pass before has
     # taken the processor's cache. So it looks at two lists, and calls nothing else unless it has to.
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A compiler that traces this call must find nothing else here; and a copy of the module may have its
-        # class.
+        # class. Not by super(): another thread may restore the module's class at any moment.
         if _is_compiling() or module is not guarded_module:
-            return super(guarded, module).__call__(*args, **kwargs)
+            return original.__call__(module, *args, **kwargs)
         ticket = object()
         try:
             try:
                 inside.append(ticket)
                 if attention:
                     passes.begin(ticket)
-                # Not by super(): meanwhile another thread may restore the module's class.
                 return original.__call__(module, *args, **kwargs)
             finally:
                 if ticket in inside:
@@ -166,7 +183,8 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
             make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
         return (original if make is guarded else make, arguments, *rest)
 
-    passes, guarded_module = _GuardedPasses(call.__code__), module
+    passes = _GuardedPasses(call.__code__)
+    passes.set_module = set_module
     inside, attention = passes.inside, passes.attention
     call.aiosync_passes = passes  # type: ignore[attr-defined]
     _skip(call)
@@ -174,7 +192,7 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
     body |= {"__slots__": (), "__call__": call, "__reduce_ex__": reduce}
     # By type.__new__, because the metaclass may register its classes too.
     new: Any = type.__new__
-    # The module may have the guarded class of a process that this one was forked from.
+    # A subclass of the guarded class of a process that this one was forked from has that base already.
     bases = (original,) if issubclass(original, _Unannounced) else (_Unannounced, original)
     guarded: Any = new(type(original), original.__name__, bases, body, unannounced=True)
     # Not by the module's own __setattr__, which TorchScript's modules have.

@@ -166,8 +166,14 @@ class UpdateHandler:
 
     def _held_up(self, pending: PendingUpdate) -> None:
         """The staged update waits for readers."""
-        later = asyncio.get_running_loop().call_later
-        self._report = later(_STAGED_AFTER, self._report_staged, pending)
+        loop = asyncio.get_running_loop()
+        if pending.waits_since is None:
+            pending.waits_since = loop.time()
+        left = pending.waits_since + _STAGED_AFTER - loop.time()
+        if left > 0:
+            self._report = loop.call_later(left, self._report_staged, pending)
+        else:
+            self._report_staged(pending)
         if self.connection.session.superseded:  # since it began to be staged
             self.applier.overtake()
 

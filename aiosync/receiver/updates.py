@@ -37,6 +37,8 @@ class PendingUpdate(msgspec.Struct, eq=False):
     back_buffers: StagingBuffers | None = None
     # Phase (``stage``, ``wait``, ``commit``) -> seconds that it took.
     seconds: dict[str, float] = {}
+    # The event loop's time when its commit began to wait for readers.
+    waits_since: float | None = None
     # Whether it is in service.
     committed: bool = False
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from aiosync import SyncTimeoutError
 from aiosync._deadline import Deadline
 from aiosync.receiver import commit_gate
-from aiosync.receiver.commit_gate import CommitGate, submit
+from aiosync.receiver.commit_gate import CommitGate, CommitJob, submit
+from aiosync.receiver.commit_wait import CommitWait
 from tests.kit.clock import BRIEF, PATIENCE, steps, within
 
 EVENTS = st.tuples(st.sampled_from(["enter", "leave", "commit", "withdraw"]), st.integers(0, 3))
@@ -237,3 +238,30 @@ def test_a_thread_that_has_committed_yields_its_processor(
     gate.leave_blocking("a")
     gate.leave_blocking("a")
     assert events == (["committed", "yielded"] if waiting else [])
+
+
+async def test_a_commit_is_overtaken_only_while_a_reader_of_the_first_time_is_there() -> None:
+    gate = CommitGate()
+    wait = CommitWait(gate)
+
+    async def commit() -> tuple[CommitJob, asyncio.Task[None]]:
+        job = submit([gate], lambda: None)
+        task = asyncio.create_task(wait.wait(job, lambda: None))
+        await steps(1)
+        return job, task
+
+    gate.try_enter("a", "a")
+    for newcomer in "bcd":
+        job, task = await commit()
+        wait.overtake()
+        assert job.done.cancelled()
+        await within(task)
+        assert gate.try_enter(newcomer, newcomer)
+        gate.leave({"c": "b", "d": "c"}.get(newcomer, ""))
+    job, task = await commit()
+    gate.leave("a")  # and "d", which came later, holds the commit up
+    wait.overtake()
+    assert not job.done.done()
+    wait.withdraw()  # as at the end
+    assert job.done.cancelled()
+    await within(task)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import abc
 import copy
+import dis
+import gc
+import linecache
 import multiprocessing
 import pickle
 import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -21,7 +27,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.nn.utils import parametrize
 
-from aiosync.receiver import commit_gate
+from aiosync.receiver import commit_gate, forward_guard
 from aiosync.receiver.commit_gate import CommitGate, CommitJob, submit
 from aiosync.receiver.forward_guard import ForwardGuard
 from tests.kit.clock import BRIEF, PATIENCE
@@ -110,6 +116,28 @@ def at_instruction(number: int, module: nn.Module, act: Callable[[], object]) ->
         frame.f_trace_opcodes = True
         if event == "opcode":
             number -= 1
+            if number == 0:
+                act()
+        return trace
+
+    return trace
+
+
+def at_call(number: int, act: Callable[[], object]) -> Any:
+    """A trace function that calls ``act`` before the n-th instruction of the guard or of the gate with which
+    Python looks for signals."""
+    files, kinds = (forward_guard.__file__, commit_gate.__file__), ("CALL", "JUMP_BACKWARD")
+
+    def trace(frame: types.FrameType, event: str, argument: object) -> Any:
+        nonlocal number
+        code = frame.f_code
+        if code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and dis.opname[code.co_code[frame.f_lasti]].startswith(kinds):
+            # The call at the end of a ``with`` statement has released the lock when Python looks.
+            line = linecache.getline(code.co_filename, frame.f_lineno or 0)
+            number -= not line.lstrip().startswith("with ")
             if number == 0:
                 act()
         return trace
@@ -447,24 +475,40 @@ def test_a_commit_may_come_at_any_moment_of_a_forward_pass(moment: int, submitte
     guard.remove()
 
 
-@pytest.mark.parametrize("moment", range(1, MOMENTS + 1))
-def test_an_interrupt_at_any_moment_of_a_forward_pass_keeps_no_commit_waiting(moment: int) -> None:
-    gate, jobs = CommitGate(), list[CommitJob]()
-    module = _Reading(lambda: jobs.append(submit([gate], lambda: None)))
-    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+def test_an_interrupt_at_any_moment_of_a_forward_pass_keeps_no_commit_waiting() -> None:
+    """Before any instruction of the guard or of the gate with which Python looks for signals."""
+    interrupts: list[int] = []
 
     def interrupt() -> None:
+        interrupts.append(moment)
         raise KeyboardInterrupt
 
-    sys.settrace(at_instruction(moment, module, interrupt))
-    try:
-        with suppress(KeyboardInterrupt):
-            module(X)
-    finally:
-        sys.settrace(None)
-    assert gate.readers() == []
-    assert all(job.done.done() for job in jobs)
-    guard.remove()
+    def submits() -> None:
+        trace = sys.gettrace()
+        sys.settrace(None)  # not in submit(), which the event loop's thread calls
+        jobs.append(submit([gate], lambda: None))
+        sys.settrace(trace)
+
+    for moment in count(1):
+        gate, jobs = CommitGate(), list[CommitJob]()
+        module = _Reading(submits)
+        guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+        sys.settrace(at_call(moment, interrupt))
+        try:
+            with suppress(KeyboardInterrupt):
+                module(X)
+        finally:
+            sys.settrace(None)
+        assert gate.readers() == []
+        assert all(job.done.done() for job in jobs), moment
+        module(X)
+        assert gate.waiting == gate._announced == []
+        with ThreadPoolExecutor(1) as threads:  # no lock was left behind
+            assert threads.submit(gate.commit_at_once, lambda: None).result(PATIENCE)
+        guard.remove()
+        if moment not in interrupts:
+            break
+    assert len(interrupts) > 50
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -505,6 +549,133 @@ def test_a_body_in_a_pass_does_not_wait_for_what_the_pass_holds_up() -> None:
     guard.remove()
 
 
+def test_a_worker_that_calls_no_guarded_pass_collects_nothing() -> None:
+    guard = ForwardGuard(CommitGate(), _Reading(lambda: None), PATIENCE, lambda: None)
+    for _ in range(10):
+        guard.call_on_next_pass()
+    assert len(guard._passes.attention) == 1
+    guard.remove()
+
+
+@pytest.mark.parametrize("moment", range(1, MOMENTS + 1))
+def test_a_guard_that_ends_in_the_middle_of_a_pass_keeps_no_commit_waiting(moment: int) -> None:
+    """Another thread ends it, before the n-th instruction of ``__call__``."""
+    gate, jobs = CommitGate(), list[CommitJob]()
+    module = _Reading(lambda: jobs.append(submit([gate], lambda: None)))
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    sys.settrace(at_instruction(moment, module, lambda: in_thread(guard.remove)))
+    try:
+        module(X)
+    finally:
+        sys.settrace(None)
+    assert all(job.done.done() for job in jobs)
+    assert gate.waiting == gate.readers() == []
+    guard.remove()
+
+
+def in_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_a_failing_callback_is_called_at_the_next_pass() -> None:
+    calls: list[int] = []
+
+    def on_pass() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ZeroDivisionError
+
+    gate, module = CommitGate(), _Reading(lambda: None)
+    guard = ForwardGuard(gate, module, PATIENCE, on_pass)
+    with pytest.raises(ZeroDivisionError):
+        module(X)
+    for _ in range(3):
+        module(X)
+    assert len(calls) == 2
+    guard.remove()
+
+
+def test_a_module_that_is_guarded_no_longer_is_freed_at_once() -> None:
+    module = _Policy()
+    gone = weakref.ref(module)
+    guard = ForwardGuard(CommitGate(), module, PATIENCE, lambda: None)
+    module(X)
+    guard.remove()
+    gc.disable()
+    try:
+        guard.module = nn.Linear(2, 2)
+        del module
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_passes_that_begin_when_the_guard_has_ended_hold_nothing_up() -> None:
+    """Of a subclass that the module has got meanwhile."""
+    gate, module = CommitGate(), _Slow()
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    object.__setattr__(module, "__class__", type("Sub", (type(module),), {}))
+    first = threading.Thread(target=module, args=[torch.zeros(1)])
+    first.start()
+    assert module.inside.wait(PATIENCE)
+    guard.remove()
+    job = submit([gate], lambda: None)
+    module.go_on.set()
+    first.join()
+    module.inside.clear()
+    assert job.done.done()
+    assert gate.commit_at_once(lambda: None)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_commit_may_read_the_model(waits: bool) -> None:
+    gate, module = CommitGate(), _Reading(lambda: None)
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    started, out = time.monotonic(), list[torch.Tensor]()
+    if waits:
+        gate.try_enter("a reader", "of another thread")
+        job = submit([gate], lambda: out.append(module(X)))
+        gate.leave("a reader")
+        assert job.done.done()
+    else:
+        assert gate.commit_at_once(lambda: out.append(module(X)))
+    assert len(out) == 1
+    assert time.monotonic() - started < PATIENCE / 2
+    assert gate.waiting == gate._announced == guard._passes.attention == []
+    guard.remove()
+
+
+def test_a_joint_commit_waits_for_a_pass_that_one_of_its_gates_no_longer_watches() -> None:
+    gates, module = [CommitGate(), CommitGate()], _Slow()
+    guards = [ForwardGuard(gate, module, PATIENCE, lambda: None) for gate in gates]
+    thread = threading.Thread(target=module, args=[torch.zeros(1)])
+    thread.start()
+    assert module.inside.wait(PATIENCE)
+    assert gates[1].try_enter("a reader", "of another thread")
+    job = submit(gates, lambda: None)
+    guards[0].remove()
+    again = ForwardGuard(gates[0], module, PATIENCE, lambda: None)
+    again.remove()
+    module.go_on.set()
+    thread.join()
+    assert not job.done.done()
+    module.inside.clear()
+    module.go_on.clear()
+    thread = threading.Thread(target=module, args=[torch.zeros(1)])
+    thread.start()
+    gates[1].leave("a reader")
+    assert job.done.done()  # and the pass, which has waited for it, begins
+    assert module.inside.wait(PATIENCE / 2)
+    module.go_on.set()
+    thread.join()
+    assert all(not gate._announced for gate in gates)
+    guards[1].remove()
+    assert type(module) is _Slow
+
+
 def test_a_pass_waits_for_a_commit_only_as_long_as_it_has_patience() -> None:
     gate, module = CommitGate(), _Reading(lambda: None)
     guard = ForwardGuard(gate, module, BRIEF / 3, lambda: None)
@@ -532,6 +703,7 @@ def test_a_forked_child_can_guard_the_module_anew() -> None:
         module.go_on.set()
         module(torch.zeros(1))
         assert len(seen) == 1
+        assert type(copy.copy(module)) is _Slow
         assert gate.commit_at_once(lambda: None)
 
     process = multiprocessing.get_context("fork").Process(target=child, daemon=True)

@@ -436,6 +436,18 @@ async def test_two_that_receive_at_once() -> None:
         assert value_of(cluster.workers[0].model) == 20
 
 
+async def test_a_worker_that_polls_reports_a_commit_that_waits() -> None:
+    """Each call submits the commit again. The sender gets its slot back all the same."""
+    async with LocalCluster(PROCESS, workers=1, serve=False) as cluster:
+        scheme, connection = cluster.workers[0].scheme, connections_of(cluster.scheme)[0]
+        fill(cluster.model, 1)
+        await cluster.scheme.send(wait=False)
+        async with asyncio.timeout(PATIENCE), scheme.pinned():
+            while not connection.staged:
+                assert await scheme.receive(timeout=0.005) is None
+        assert await scheme.receive(timeout=PATIENCE) is not None
+
+
 async def test_a_message_of_the_callers_that_is_half_read_at_the_end() -> None:
     ours, theirs = multiprocessing.Pipe()
     heard: list[int] = []
