@@ -69,7 +69,7 @@ SECTIONS = (
         "With one thread a send waits for workers that were preempted in the middle of a forward pass. A "
         "worker that has used up its share of a core runs again at a tick of the kernel, 4 ms apart here. "
         "torchrl writes into its workers' memory at any time, also in the middle of a forward pass. "
-        "aiosync's guard, which prevents that, takes about 4 of 60 us of each pass.",
+        "Without aiosync's guard, which prevents that, four workers would compute about 5 % more.",
     ),
     Section(
         "fanout",
