@@ -242,9 +242,14 @@ class CommitGate:
     def commit_at_once(self, commit: Callable[[], None]) -> bool:
         """Run ``commit`` if there is no reader, and no other commit. Return whether that was done."""
         with LOCK:
+            if self.waiting or self.inside:
+                return False
+            if not self._passes:  # this is a part of each small update
+                commit()
+                return True
             self.announce(commit)
             try:
-                if self.waiting or self.readers():
+                if self.readers():
                     return False
                 commit()
                 return True

@@ -26,8 +26,8 @@ class ForwardGuard:
     The module gets a class that is made for it: a subclass of its class, whose ``__call__`` enters the gate.
     Its ``forward`` and its ``__dict__`` stay as they are, so ``torch.compile``, ``torch.jit.script`` and
     ``torch.export`` see the user's own code. Copies of the module, also pickled ones, have the original
-    class. Replicas of ``DataParallel`` and forked children are not guarded. Several guards of one module
-    share its class: each pass is then a reader of all their gates.
+    class. Replicas of ``DataParallel`` are not guarded, nor are forked children, unless they guard the module
+    anew. Several guards of one module share its class: each pass is then a reader of all their gates.
 
     A forward hook would not do: an interrupt (Ctrl-C) ends a forward pass without calling its hooks, and the
     commit would wait for ever for a reader that no longer exists.
