@@ -58,17 +58,18 @@ class ForwardGuard:
 
     def call_on_next_pass(self) -> None:
         """Call ``on_pass()`` when the next pass begins."""
+        passes = self._passes
         with LOCK:
-            if self not in self._passes.attention:
-                self._passes.attention.append(self)
+            if self in passes.guards and self not in passes.attention:
+                passes.attention.append(self)
 
     def remove(self) -> None:
         """End the guard; idempotent. The last one restores the class. A running pass leaves its gate."""
         passes = self._passes
         if self not in passes.guards:
             return
-        passes.guards.remove(self)
         with LOCK:
+            passes.guards.remove(self)
             passes.attention[:] = [each for each in passes.attention if each is not self]
         self.gate.unwatch(passes)
         if not passes.guards:
@@ -123,7 +124,7 @@ def _restore_class(module: nn.Module, passes: _GuardedPasses | None) -> None:
     If other code (parametrizations, FSDP) has made a subclass since, the module keeps that one.
     """
     if passes is not None and _passes_in(type(module)) is passes:
-        object.__setattr__(module, "__class__", type(module).__bases__[-1])
+        object.__setattr__(module, "__class__", _unguarded(type(module)))
 
 
 class _Unannounced:
@@ -172,24 +173,13 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
             if attention:
                 passes.end()
 
-    def reduce(module: nn.Module, protocol: int) -> Any:
-        found = original.__reduce_ex__(module, protocol)
-        if not isinstance(found, tuple):
-            return found
-        make, arguments, *rest = found
-        arguments = tuple(original if argument is guarded else argument for argument in arguments)
-        if make is copyreg.__newobj__ and arguments == (original,):  # type: ignore[attr-defined]
-            # pickle insists that __newobj__ makes an object of the very class that this one has.
-            make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
-        return (original if make is guarded else make, arguments, *rest)
-
     passes = _GuardedPasses(call.__code__)
     passes.set_module = set_module
     inside, attention = passes.inside, passes.attention
     call.aiosync_passes = passes  # type: ignore[attr-defined]
     _skip(call)
     body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body |= {"__slots__": (), "__call__": call, "__reduce_ex__": reduce}
+    body |= {"__slots__": (), "__call__": call, "__reduce_ex__": _reducing(original)}
     # By type.__new__, because the metaclass may register its classes too.
     new: Any = type.__new__
     # A subclass of the guarded class of a process that this one was forked from has that base already.
@@ -198,6 +188,28 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
     # Not by the module's own __setattr__, which TorchScript's modules have.
     object.__setattr__(module, "__class__", guarded)
     return passes
+
+
+def _reducing(original: type[nn.Module]) -> Callable[[nn.Module, int], Any]:
+    """Return the ``__reduce_ex__`` of a guarded class: copies have the original class."""
+
+    def reduce(module: nn.Module, protocol: int) -> Any:
+        found = original.__reduce_ex__(module, protocol)
+        if not isinstance(found, tuple):
+            return found
+        make, arguments, *rest = found
+        arguments = tuple(map(_unguarded, arguments))
+        if make is copyreg.__newobj__ and arguments == (original,):  # type: ignore[attr-defined]
+            # pickle insists that __newobj__ makes an object of the very class that this one has.
+            make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
+        return (_unguarded(make), arguments, *rest)
+
+    return reduce
+
+
+def _unguarded(found: Any) -> Any:
+    """The original class of a guarded class; anything else as it is."""
+    return found.__bases__[-1] if isinstance(found, type) and _passes_in(found) is not None else found
 
 
 def _skip(function: Any, *, with_calls: bool = False) -> None:

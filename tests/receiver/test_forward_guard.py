@@ -348,6 +348,7 @@ def test_two_guards_of_one_module(first: int) -> None:
     assert not any(job.done.done() for job in jobs)
     guards[first].call_on_next_pass()
     guards[first].remove()  # during the pass
+    guards[first].call_on_next_pass()
     module.go_on.set()
     thread.join()
     assert all(job.done.done() for job in jobs)
