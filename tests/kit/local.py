@@ -15,6 +15,7 @@ from aiosync import WeightSyncScheme, WorkerLostError
 from tests.kit.cases import Recipe, SchemeCase
 from tests.kit.clock import PATIENCE, within
 from tests.kit.models import Uniform
+from tests.kit.seams import lookups_ended
 
 __all__ = ["LocalCluster", "LocalWorker"]
 
@@ -134,6 +135,7 @@ class LocalCluster:
         async with AsyncExitStack() as stack:
             stack.callback(self.recipe.close)
             stack.push_async_callback(lambda: within(self.scheme.aclose()))
+            stack.push_async_callback(lookups_ended)
             for worker in self.workers:
                 stack.push_async_callback(worker.close)
 

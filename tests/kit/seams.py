@@ -16,6 +16,7 @@ from aiosync.transfer.slots import Lease
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Slot
 from aiosync.weights.binding import Binding
+from tests.kit.clock import eventually
 
 __all__ = [
     "binding_of",
@@ -24,6 +25,7 @@ __all__ = [
     "groups_of",
     "has_pending_update",
     "leases_of",
+    "lookups_ended",
     "lose_connection",
     "registry_of",
     "session_of",
@@ -109,6 +111,20 @@ def stop_reading(transport: Any) -> None:
 def wake_reading(transport: Any) -> None:
     """Undo :func:`stop_reading`."""
     asyncio.get_running_loop().add_reader(transport._sock.fileno(), transport._readable)
+
+
+async def lookups_ended() -> None:
+    """Wait until the workers of this process look for no sender any more; call it while their store serves.
+
+    A given up lookup ends by itself. It may be inside torch, which asks a name server for the name of each
+    address that it connects to: one second in these tests, if the answer is lost. A store that has gone by
+    then would be looked for until torch gives up, minutes later.
+    """
+
+    def none_left() -> bool:
+        return all(thread.name != "aiosync-meet" for thread in threading.enumerate())
+
+    await eventually(none_left, "no worker looks for its sender")
 
 
 def threads_of_ranks() -> int:

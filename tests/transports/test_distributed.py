@@ -31,7 +31,7 @@ from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.ports import free_port
 from tests.kit.processes import ProcessCluster
-from tests.kit.seams import connections_of, threads_of_ranks
+from tests.kit.seams import connections_of, lookups_ended, threads_of_ranks
 
 LARGE = 1 << 20
 BROADCAST = next(case for case in SCHEMES if case.name == "distributed-broadcast")
@@ -147,6 +147,7 @@ async def test_a_worker_may_come_first() -> None:
     assert value_of(early.model) == 4
     await early.aclose()
     await within(scheme.aclose())
+    await lookups_ended()
 
 
 @pytest.mark.parametrize(
