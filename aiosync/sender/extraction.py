@@ -77,10 +77,11 @@ class WeightSource:
         plan, given, strategy = self.plan, weights, self._strategy()
         if isinstance(weights, str) or (weights is None and not plan.has_weights):
             given = self._resolve(weights)
-        if plan.plain and isinstance(given, nn.Module) and type(strategy) is WeightStrategy:
-            unchanged = known_tensors(given, strategy.peft)
+        if plan.plain and type(strategy) is WeightStrategy:
+            source = self._source_for(given, plan.groups[0])
+            unchanged = known_tensors(source, strategy.peft) if isinstance(source, nn.Module) else None
             if unchanged is not None:  # as almost always
-                return {0: _with_transient(given, unchanged) if plan.transient else unchanged}
+                return {0: _with_transient(source, unchanged) if plan.transient else unchanged}
         peft = _peft_of(strategy)
         custom = strategy if type(strategy).extract_weights is not WeightStrategy.extract_weights else None
         cache: dict[int, Mapping[str, Tensor]] = {}
@@ -207,8 +208,10 @@ class Fit:
         # Whether there is every entry, and whether any tensor is a DTensor.
         self.whole = len(self.pairs) == len(layout)
         self.sharded = any(is_sharded(tensor) for _, tensor in self.pairs)
+        # Whether all are in the memory of this process.
+        self.on_cpu = all(tensor.is_cpu for _, tensor in self.pairs)
         self._layout = layout
-        self._looks = [(tensor.dtype, tensor.shape, False) for _, tensor in self.pairs]
+        self._looks = [(tensor.dtype, tensor.shape, tensor.device) for _, tensor in self.pairs]
         # Tied names with separate memory may have different values the next time.
         self._lasting = (
             strict
@@ -223,11 +226,11 @@ class Fit:
     def holds(self, layout: Layout) -> bool:
         """Return whether this match is still valid for ``layout``.
 
-        A tensor's ``.data`` may have been replaced by data of another dtype or shape, or on ``meta``.
+        A tensor's ``.data`` may have been replaced by data of another dtype or shape, or on another device.
         """
         if not self._lasting or layout is not self._layout:
             return False
-        return [(tensor.dtype, tensor.shape, tensor.is_meta) for _, tensor in self.pairs] == self._looks
+        return [(tensor.dtype, tensor.shape, tensor.device) for _, tensor in self.pairs] == self._looks
 
 
 class KnownTensors(dict[str, Tensor]):

@@ -35,6 +35,8 @@ class SlotWrite(msgspec.Struct, eq=False):
     lease: Lease
     # (destination, source)
     pairs: list[tuple[Tensor, Tensor]]
+    # Whether the copy takes so little time that no thread is needed for it.
+    is_quick: bool
     # The entries that the version is about; None: all.
     names: tuple[str, ...] | None
     # The memory holds a version that was published and that no worker has fetched. Once a byte is written,
@@ -53,12 +55,6 @@ class SlotWrite(msgspec.Struct, eq=False):
     fallback: Lease | None = None
     # This version replaced an overflow version.
     replaced_overflow: bool = False
-
-    @property
-    def is_quick(self) -> bool:
-        """Whether the copy takes so little time that no thread is needed for it."""
-        # A copy from a device would block the event loop until all that was queued there is done.
-        return self.group.writes_inline and all(source.is_cpu for _, source in self.pairs)
 
     @property
     def devices(self) -> Collection[torch.device]:

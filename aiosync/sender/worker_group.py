@@ -99,6 +99,8 @@ class WorkerGroup:
             write = self._write_of(slot)
         else:
             write = await self._lease_slot(targets, deadline, may_overflow=may_overflow)
+        # A copy from a device would block the event loop until all that was queued there is done.
+        write.is_quick = self.writes_inline and given.on_cpu
         views, dense = write.slot.views, given.pairs
         if given.sharded:
             dense = [(name, tensor) for name, tensor in given.pairs if not is_sharded(tensor)]
@@ -170,7 +172,7 @@ class WorkerGroup:
     def _write_of(self, slot: Slot, *, reclaimed: bool = False, overflow: bool = False) -> SlotWrite:
         slot.version = -1
         lease = self.pool.lease(slot, LeaseKind.WRITING)
-        return SlotWrite(self, slot, lease, [], None, reclaimed, overflow)
+        return SlotWrite(self, slot, lease, [], self.writes_inline, None, reclaimed, overflow)
 
     def _may_reclaim(self, slot: Slot, targets: set[int]) -> bool:
         """Whether no worker has fetched the newest version, and all that were notified get the next one."""

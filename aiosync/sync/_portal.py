@@ -154,8 +154,8 @@ class Portal:
             )
         call = _Call(self._loop, lambda: function(*args, **kwargs))
         try:
-            if self._post(call.begin):
-                with short_time_slices():
+            with short_time_slices():  # set before the loop's thread may take this one's processor
+                if self._post(call.begin):
                     call.wait()
         except BaseException:
             if self._post(call.cancel):

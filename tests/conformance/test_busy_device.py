@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aiosync import NotConnectedError, SyncTimeoutError
 from aiosync.receiver import applier, staging
-from aiosync.sender import slot_write
+from aiosync.sender import slot_write, worker_group
 from aiosync.transports import _offload
 from aiosync.weights import binding
 from tests.kit.cases import SchemeCase, named
@@ -64,7 +64,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """The trainer's weights are on it."""
     device = Device()
     monkeypatch.setattr(slot_write, "cuda_devices", all_on_device)
-    monkeypatch.setattr(slot_write.SlotWrite, "is_quick", property(lambda self: False))
+    monkeypatch.setattr(worker_group, "_INLINE_WRITE", -1)
     monkeypatch.setattr(_offload, "wait_for_devices", device.wait)
     yield device
     device.finish()
