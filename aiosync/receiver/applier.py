@@ -199,7 +199,7 @@ class WeightApplier(Applier):
             self.binding, self.model, self._may_view, self.weights = another, model, may_view, own
             self._viewing, self._leftover = False, True
             self._back_buffers = StagingBuffers(another, inbound, self._source, may_view=may_view)
-            if self._patience is not None:
+            if self._patience is not None and model is not former:
                 self._unguard()
                 self.guard_forwards(self._patience)
         if listener is not self._listener:

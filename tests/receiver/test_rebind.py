@@ -12,7 +12,7 @@ from torch import nn
 
 from aiosync import AlreadyConnectedError, LayoutMismatchError, NotConnectedError
 from tests.kit.cases import SCHEMES, SchemeCase
-from tests.kit.clock import within
+from tests.kit.clock import PATIENCE, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.seams import binding_of
@@ -162,6 +162,16 @@ async def test_a_context_that_writes_never_writes_into_the_senders_memory(case: 
             await cluster.scheme.send()
             assert value_of(first.model) == value_of(second.model) == version
         assert context.told == [1, 2, 3, 4]
+
+
+async def test_the_model_is_guarded_all_the_time_while_only_the_context_changes(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        worker = cluster.workers[0]
+        worker.scheme.get_receiver().model_applier.guard_forwards(PATIENCE)
+        guarded = type(worker.model)
+        await worker.scheme.rebind(context=_Writer(worker.model))
+        # A pass that began while no guard, or another one, was there would keep no commit out.
+        assert type(worker.model) is guarded is not Uniform
 
 
 async def test_setting_it_is_for_before(case: SchemeCase) -> None:
