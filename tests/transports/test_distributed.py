@@ -148,6 +148,7 @@ async def test_a_worker_may_come_first() -> None:
     await early.aclose()
     await within(scheme.aclose())
     await lookups_ended()
+    await eventually(lambda: store.num_keys() == 0, "nothing is left of the lookup that was given up")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 Keys, all under ``aiosync/<model_id>/``:
 
 ``arrivals``      a queue; a worker pushes a random name
-``met/<name>``    the sender's answer to that worker: its address and token; the worker deletes the key
+``met/<name>``    the sender's answer to that worker: its address and token; the worker deletes the key.
+                  Empty: the worker has given up, so the sender does not answer and deletes the key.
 
 (The ranks of a process group use ``aiosync/ranks/<key>`` until the group is made.)
 
@@ -19,6 +20,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -181,9 +183,15 @@ class StoreResponder:
                         self._store.queue_push("arrivals", name)  # for the next sender
                     return ""
                 if name:
-                    self._store.set(f"met/{name.decode()}", self._answer)
+                    self._reply(f"met/{name.decode()}")
             except (RuntimeError, UnicodeDecodeError) as exc:
                 return first_line(exc)
+
+    def _reply(self, key: str) -> None:
+        if self._store.check([key]):
+            self._store.delete_key(key)
+        else:
+            self._store.set(key, self._answer)
 
     def close(self) -> None:
         """Make :meth:`run` return. Blocks shortly."""
@@ -198,8 +206,10 @@ class StoreLookup:
     def __init__(self, store_address: StoreAddress, model_id: str | None) -> None:
         self._store_address, self._model_id = store_address, model_id
         self._name = secrets.token_hex(8)
+        # The connection of cancel(), while there is something to cancel. Both in the lock.
         self._other: Any = None
         self._cancelled = False
+        self._lock = threading.Lock()
 
     def run(self) -> tuple[bytes, Any] | None:
         """Wait for the sender's answer. Returns the answer and the store, or None after :meth:`cancel`."""
@@ -207,23 +217,29 @@ class StoreLookup:
         mine, key = _of_model(store, self._model_id), f"met/{self._name}"
         try:
             # Before set_timeout: a clone looks for its server as long as the store's timeout says.
-            self._other = _of_model(store.clone(), self._model_id)
-            if self._cancelled:
-                return None
+            other = _of_model(store.clone(), self._model_id)
+            with self._lock:
+                if self._cancelled:
+                    return None
+                self._other = other
             store.set_timeout(_FOR_EVER)
             mine.queue_push("arrivals", self._name)
             answer = mine.get(key)
-            mine.delete_key(key)
+            with self._lock:
+                self._other = None
+            if answer:
+                mine.delete_key(key)
         except RuntimeError as exc:
             raise WorkerLostError((), f"the store is gone: {first_line(exc)}") from exc
         return None if self._cancelled else (answer, store)
 
     def cancel(self) -> None:
         """Make :meth:`run` return. Blocks shortly."""
-        self._cancelled = True
-        if self._other is not None:
+        with self._lock:
+            self._cancelled, other = True, self._other
+        if other is not None:
             with suppress(RuntimeError):
-                self._other.set(f"met/{self._name}", b"")
+                other.set(f"met/{self._name}", b"")
 
 
 def first_line(exc: BaseException) -> str:
