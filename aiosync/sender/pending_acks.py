@@ -23,6 +23,7 @@ from aiosync.errors import (
 from aiosync.events import EventKind, EventSource, logger
 from aiosync.protocol.frames import Ack
 from aiosync.reports import SendReport, WorkerReport
+from aiosync.sender.early_answers import EarlyAnswers
 
 if TYPE_CHECKING:
     from aiosync.sender.registry import WorkerRegistry
@@ -180,19 +181,17 @@ class AckWaiter:
 
     _gave_turn: float = field(default=0.0, init=False)  # when a call left the event loop to others
 
+    def __post_init__(self) -> None:
+        self._early = EarlyAnswers(self._registry)
+
     # -- waits ------------------------------------------------------------------------------------
 
     async def until_answered(self, acks: PendingAcks, deadline: Deadline) -> None:
         """Wait until all workers have answered for a version that was just published, or the deadline.
 
-        A worker that Linux runs on this processor has answered by the time that its notification is written.
-        So the answers that are there are read first. To wait until the event loop finds them takes a tenth of
-        a small update's time. The loop still gets a few iterations every millisecond.
+        If all answer early, nothing is awaited; but the event loop gets a few iterations every millisecond.
         """
-        for worker in tuple(acks.pending):
-            connection = self._registry.connections.get(worker)
-            if connection is None or not connection.transport.take_arrived():
-                break  # a worker that was notified later has hardly answered
+        self._early.take(acks)
         if acks.pending:
             await acks.wait(deadline, self._registry.timer)
         elif time.monotonic() - self._gave_turn > _TURN_EVERY:
