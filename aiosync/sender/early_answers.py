@@ -36,9 +36,12 @@ class EarlyAnswers:
     _misses: int = field(default=0, init=False)
     _pause: int = field(default=0, init=False)
 
-    def take(self, acks: PendingAcks) -> None:
-        """Settle ``acks`` with the answers that are there, or arrive within :data:`_POLLING`."""
-        polls = len(acks.pending) < self._processors and not self._pause
+    def take(self, acks: PendingAcks, *, may_poll: bool) -> None:
+        """Settle ``acks`` with the answers that are there; if it ``may_poll``, with those that arrive within
+        :data:`_POLLING` too."""
+        if not acks.pending:
+            return
+        polls = may_poll and not self._pause and self._can_poll(acks)
         until = time.perf_counter() + _POLLING if polls else 0.0
         while not self._all_taken(acks):
             if time.perf_counter() >= until:
@@ -46,6 +49,12 @@ class EarlyAnswers:
                 self._misses = min(self._misses + polls, _MOST_MISSES)
                 return
         self._misses = self._pause = 0
+
+    def _can_poll(self, acks: PendingAcks) -> bool:
+        if len(acks.pending) >= self._processors:
+            return False
+        found = [self._registry.connections.get(worker) for worker in acks.pending]
+        return all(connection is not None and connection.transport.takes_arrived for connection in found)
 
     def _all_taken(self, acks: PendingAcks) -> bool:
         for worker in tuple(acks.pending):

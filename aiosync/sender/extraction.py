@@ -140,11 +140,11 @@ class WeightSource:
 
     def _source_for(self, given: Any, group: GroupPlan) -> Any:
         if is_per_worker(given):
-            worker = group.workers[0]
             if not self.plan.per_worker:
                 raise InvalidArgumentError(
                     "weights per worker need per_worker_weights=True: here workers share one copy"
                 )
+            worker = group.workers[0]
             if worker not in given:
                 raise InvalidArgumentError(f"there are no weights for worker {worker}, only {list(given)}")
             return given[worker]

@@ -191,7 +191,7 @@ class AckWaiter:
 
         If all answer early, nothing is awaited; but the event loop gets a few iterations every millisecond.
         """
-        self._early.take(acks)
+        self._early.take(acks, may_poll=deadline.seconds > 0)
         if acks.pending:
             await acks.wait(deadline, self._registry.timer)
         elif time.monotonic() - self._gave_turn > _TURN_EVERY:

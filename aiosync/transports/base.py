@@ -102,6 +102,8 @@ class FramedTransport(Transport):
 
     same_machine: ClassVar[bool] = True
     maps: ClassVar[bool] = True
+    # Whether take_arrived() looks for frames.
+    takes_arrived: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._decoder = FrameDecoder()

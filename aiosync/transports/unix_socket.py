@@ -52,6 +52,8 @@ class UnixConnection(FramedTransport):
         on_open: called with the transport when the connection is open, on the side that accepts.
     """
 
+    takes_arrived = True
+
     def __init__(self, address: str = "", on_open: Callable[[UnixConnection], None] | None = None) -> None:
         super().__init__()
         self._address = address

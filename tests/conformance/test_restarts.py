@@ -207,6 +207,8 @@ async def test_a_sender_starts_without_workers() -> None:
         await late.connect()
         assert late.scheme.version == 8
         assert value_of(late.model) == 1
+        with pytest.raises(InvalidArgumentError, match="per_worker_weights"):
+            await scheme.send({0: model})
         await late.close()
 
 

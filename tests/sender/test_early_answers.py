@@ -19,7 +19,7 @@ class _Transport:
     """Has its worker's answer when it is asked for the ``after``-th time; 0: never."""
 
     def __init__(self, worker: int) -> None:
-        self.worker, self.after, self.asked = worker, 0, 0
+        self.worker, self.after, self.asked, self.takes_arrived = worker, 0, 0, True
         self.acks = PendingAcks(1, ())
 
     def take_arrived(self) -> bool:
@@ -36,18 +36,18 @@ class _Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, workers: int, processors: int) -> None:
         clock = count()
         monkeypatch.setattr(time, "perf_counter", lambda: 0.3 * early_answers._POLLING * next(clock))
-        self._transports = [_Transport(worker) for worker in range(workers)]
-        connections = {each.worker: SimpleNamespace(transport=each) for each in self._transports}
+        self.transports = [_Transport(worker) for worker in range(workers)]
+        connections = {each.worker: SimpleNamespace(transport=each) for each in self.transports}
         self.early = EarlyAnswers(cast("Any", SimpleNamespace(connections=connections)))
         self.early._processors = processors
 
-    def call(self, *after: int) -> tuple[bool, int]:
+    def call(self, *after: int, may_poll: bool = True) -> tuple[bool, int]:
         """Return whether all answers were taken, and how often the first worker was asked."""
-        acks = PendingAcks(1, range(len(self._transports)))
-        for transport, number in zip(self._transports, after, strict=True):
+        acks = PendingAcks(1, range(len(self.transports)))
+        for transport, number in zip(self.transports, after, strict=True):
             transport.acks, transport.after, transport.asked = acks, number, 0
-        self.early.take(acks)
-        return not acks.pending, self._transports[0].asked
+        self.early.take(acks, may_poll=may_poll)
+        return not acks.pending, self.transports[0].asked
 
 
 def test_an_answer_that_comes_soon_is_polled_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,5 +88,23 @@ def test_an_answer_that_comes_soon_ends_the_pauses(monkeypatch: pytest.MonkeyPat
 def test_a_worker_that_is_gone_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _Calls(monkeypatch, workers=1, processors=2)
     acks = PendingAcks(1, [7])
-    calls.early.take(acks)
+    calls.early.take(acks, may_poll=True)
     assert acks.pending == {7}
+
+
+def test_without_time_nothing_is_polled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _Calls(monkeypatch, workers=1, processors=2)
+    assert [calls.call(n, may_poll=False) for n in (1, 2)] == [(True, 1), (False, 1)]
+
+
+def test_a_transport_that_leaves_it_to_the_loop_is_not_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _Calls(monkeypatch, workers=1, processors=2)
+    calls.transports[0].takes_arrived = False
+    assert calls.call(2) == (False, 1)
+
+
+def test_a_call_without_workers_ends_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _Calls(monkeypatch, workers=1, processors=2)
+    calls.call(0)
+    calls.early.take(PendingAcks(1, ()), may_poll=True)
+    assert calls.call(0) == (False, 1)

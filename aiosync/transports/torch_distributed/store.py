@@ -3,8 +3,8 @@
 Keys, all under ``aiosync/<model_id>/``:
 
 ``arrivals``      a queue; a worker pushes a random name
-``met/<name>``    the sender's answer to that worker: its address and token; the worker deletes the key.
-                  Empty: the worker has given up, so the sender does not answer and deletes the key.
+``met/<name>``    the sender's answer to that worker: its address and token; the worker deletes the key
+``gone/<name>``   set by a worker that has given up; the sender deletes the key, and does not answer
 
 (The ranks of a process group use ``aiosync/ranks/<key>`` until the group is made.)
 
@@ -183,15 +183,15 @@ class StoreResponder:
                         self._store.queue_push("arrivals", name)  # for the next sender
                     return ""
                 if name:
-                    self._reply(f"met/{name.decode()}")
+                    self._reply(name.decode())
             except (RuntimeError, UnicodeDecodeError) as exc:
                 return first_line(exc)
 
-    def _reply(self, key: str) -> None:
-        if self._store.check([key]):
-            self._store.delete_key(key)
+    def _reply(self, name: str) -> None:
+        if self._store.check([f"gone/{name}"]):
+            self._store.delete_key(f"gone/{name}")
         else:
-            self._store.set(key, self._answer)
+            self._store.set(f"met/{name}", self._answer)
 
     def close(self) -> None:
         """Make :meth:`run` return. Blocks shortly."""
@@ -227,8 +227,7 @@ class StoreLookup:
             answer = mine.get(key)
             with self._lock:
                 self._other = None
-            if answer:
-                mine.delete_key(key)
+            mine.delete_key(key)
         except RuntimeError as exc:
             raise WorkerLostError((), f"the store is gone: {first_line(exc)}") from exc
         return None if self._cancelled else (answer, store)
@@ -239,6 +238,7 @@ class StoreLookup:
             self._cancelled, other = True, self._other
         if other is not None:
             with suppress(RuntimeError):
+                other.set(f"gone/{self._name}", b"")
                 other.set(f"met/{self._name}", b"")
 
 
