@@ -10,9 +10,10 @@ All workers must join a broadcast at the same time, so a worker that has sent a 
 If a worker is disconnected, is not addressed, or sends no Fetch within :data:`_PATIENCE`, each worker is sent
 this version alone.
 
-gloo does not tell a rank that waits for one that has died, and cannot be interrupted. So the sender, which
-notices that a worker is lost or that nothing moves, tells the other workers by an Interrupt frame. They fetch
-the version again, and it comes to each alone. The threads that gloo holds end by its timeout.
+gloo does not tell a rank that waits for one that has died, and its messages cannot be interrupted. So the
+sender, which notices that a worker is lost or that nothing moves, tells the other workers by an Interrupt
+frame. They fetch the version again, and it comes to each alone. The threads that gloo holds end by its
+timeout.
 """
 
 from __future__ import annotations

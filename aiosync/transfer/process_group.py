@@ -349,6 +349,7 @@ class ProcessGroupInbound(BackgroundInbound, DoubleBuffer):
     def _leave_groups(self) -> None:
         members, self._members = self._members, {}
         for _, member in members.values():
+            member.stop_joining()
             member.close()
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ from tests.kit.clock import SCALE
 
 __all__ = ["Snapshot", "mark_what_is_ours"]
 
-_SETTLE = 5.0 * SCALE
+_SETTLE = 15.0 * SCALE
+"""Seconds that what is left has to go. More than the 10 seconds for which gloo may hold a thread."""
 
 
 @dataclass(frozen=True)

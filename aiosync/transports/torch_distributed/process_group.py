@@ -7,7 +7,8 @@ that connects later gets its own group. A larger group is for broadcasts.
 States: NEW → JOINED → CLOSED, or NEW → CLOSED.
 The group's thread makes the group at the first use, uses it and drops it. When a member drops the group, its
 connections close, and pending calls of the other members raise. So a blocked rank is released by another
-rank, or by the group's timeout.
+rank, or by the group's timeout. A rank of gloo that waits in the store for others to join is released by
+:meth:`ProcessGroupMember.stop_joining`.
 
 NCCL moves the bytes in one of torch's streams. While it waits there for a lost or suspended rank, each wait
 for all streams waits too: those of this package, and ``torch.cuda.synchronize()``. So NCCL's calls are ended
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports._offload import DetachedThread
-from aiosync.transports.torch_distributed.store import first_line
+from aiosync.transports.torch_distributed.store import CancellableStore, first_line
 from aiosync.weights.devices import using
 
 _BUCKETS = {"gloo": 4 << 20, "nccl": 8 << 20}
@@ -43,6 +44,11 @@ All members divide a version alike, so another size here needs another PROTOCOL_
 """
 
 _JOIN = 30.0  # most seconds that the other member has to join a group of two
+
+_CONNECT = 2.0
+"""gloo's limit for one connection between members, all of which are there, is five times this, in seconds.
+If a member dies at that moment, nothing ends the wait of a member that it was to connect to.
+"""
 
 STALLED = 10.0
 """Most seconds that a message of NCCL or of a broadcast takes, and that all members have to join a group for
@@ -112,6 +118,9 @@ class ProcessGroupMember:
 
     def __post_init__(self) -> None:
         self._thread = DetachedThread("aiosync-ranks")
+        most = STALLED if self.backend == "gloo" and self.size > 2 else _JOIN
+        self._joining = timedelta(seconds=min(self.timeout, most))  # that the members have to join
+        self._rendezvous = CancellableStore(partial(_part_of, self.key, self.store), self._joining)
 
     def send(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> Future[None]:
         """Send a 1-D uint8 buffer, on rank 0. The other side receives with the same tag.
@@ -125,15 +134,22 @@ class ProcessGroupMember:
         return self._thread.submit(lambda: self._move(buffer, tag, lambda _: None))
 
     def interrupt(self) -> None:
-        """End the calls of NCCL: they raise. Those of gloo end by their timeout. Idempotent; does not wait.
+        """End the calls of NCCL, and gloo's wait for members that have not joined: they raise. A message of
+        gloo ends by its timeout. Idempotent; does not wait.
 
         The member cannot be used any more.
         """
-        if self.backend == "nccl" and not self._interrupted:
+        if not self._interrupted:
             self._interrupted = True
-            thread = DetachedThread("aiosync-ranks")  # the other one waits in the call
-            thread.submit(partial(_abort, self._group))
-            thread.close()
+            self._rendezvous.cancel()
+            if self.backend == "nccl":
+                thread = DetachedThread("aiosync-ranks")  # the other one waits in the call
+                thread.submit(partial(_abort, self._group))
+                thread.close()
+
+    def stop_joining(self) -> None:
+        """End gloo's wait for members that have not joined: it raises. Idempotent; does not wait."""
+        self._rendezvous.cancel()
 
     def close(self) -> None:
         """Drop the group after the queued messages; idempotent. Does not wait."""
@@ -210,34 +226,33 @@ class ProcessGroupMember:
     def _joined(self, device: torch.device) -> Any:
         """Return the group. The first call makes it, together with the other members."""
         if self._group is None:
-            prefix, store = f"aiosync/ranks/{self.key}", self.store()
-            rendezvous = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-            if self.backend == "nccl":
-                store.set_timeout(timedelta(seconds=min(self.timeout, _JOIN)))
-            self._check()
-            self._group = self._make(rendezvous)
-            token = torch.zeros(1, dtype=torch.uint8, device=device)
-            if self.rank == 0:
-                for other in range(1, self.size):
-                    self._check()
-                    self._group.recv([token], other, 0).wait()
-                    self.steps += 1
-                with suppress(RuntimeError):  # some stores cannot list or delete keys; a few bytes stay
-                    for key in rendezvous.list_keys():
-                        rendezvous.delete_key(key)
-            else:
+            with self._rendezvous.opened() as store:
                 self._check()
-                self._group.send([token], 0, 0).wait()
+                self._group = self._make(store)
+                self._meet(torch.zeros(1, dtype=torch.uint8, device=device), store)
         return self._group
 
+    def _meet(self, token: Tensor, store: Any) -> None:
+        """Exchange a token with the other members: all have joined then."""
+        if self.rank != 0:
+            self._check()
+            self._group.send([token], 0, 0).wait(self._joining)
+            return
+        for other in range(1, self.size):
+            self._check()
+            self._group.recv([token], other, 0).wait(self._joining)
+            self.steps += 1
+        with suppress(RuntimeError):  # some stores cannot list or delete keys; a few bytes stay
+            for key in store.list_keys():
+                store.delete_key(key)
+
     def _make(self, store: Any) -> Any:
-        limit = timedelta(seconds=min(self.timeout, _JOIN))
         if self.backend == "gloo":
-            if self.size > 2:
-                limit = timedelta(seconds=min(self.timeout, STALLED))
-            return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+            limit = min(self._joining, timedelta(seconds=_CONNECT))
+            return dist.ProcessGroupGloo(self._rendezvous, self.rank, self.size, limit)
+        store.set_timeout(self._joining)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        options._timeout = self._joining
         with _without_watchdog():
             return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
@@ -252,6 +267,11 @@ class ProcessGroupMember:
         group, self._group = self._group, None
         if self.backend == "nccl":
             _abort(group)
+
+
+def _part_of(key: str, connect: Callable[[], Any]) -> Any:
+    """Connect to the store, and return the part of it that belongs to the group ``key``. Blocking."""
+    return dist.PrefixStore(f"aiosync/ranks/{key}", connect())  # type: ignore[attr-defined]
 
 
 def _abort(group: Any) -> None:

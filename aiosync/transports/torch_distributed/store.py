@@ -6,7 +6,8 @@ Keys, all under ``aiosync/<model_id>/``:
 ``met/<name>``    the sender's answer to that worker: its address and token; the worker deletes the key
 ``gone/<name>``   set by a worker that has given up; the sender deletes the key, and does not answer
 
-(The ranks of a process group use ``aiosync/ranks/<key>`` until the group is made.)
+(The ranks of a process group use ``aiosync/ranks/<key>`` until the group is made. An empty value says that a
+rank has given up.)
 
 Nothing polls. The sender blocks in a thread until a worker pushes its name. The worker blocks in a thread
 until the answer is set. To cancel the wait, a side writes the key that its own thread waits for. A blocking
@@ -21,15 +22,18 @@ import os
 import secrets
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from aiosync.errors import InvalidArgumentError, WorkerLostError
+from aiosync.transports._offload import start_thread
 from aiosync.transports.sockets import inode, listening
 from aiosync.transports.tcp.address import is_loopback
 
@@ -240,6 +244,78 @@ class StoreLookup:
             with suppress(RuntimeError):
                 other.set(f"gone/{self._name}", b"")
                 other.set(f"met/{self._name}", b"")
+
+
+class CancellableStore(_c10d.Store):  # type: ignore[misc]
+    """A store as gloo uses it to make a process group. Another thread can end its wait for other ranks.
+
+    A wait ends only when the key is set, and keeps the connection busy. So :meth:`cancel` sets the key to an
+    empty value through another connection. A rank that reads an empty value gives up too: without all ranks
+    there is no group.
+
+    Args:
+        connect: makes a connection to the store that is used. Blocking.
+        limit: most time that another rank has to come. gloo's own limit is not used.
+    """
+
+    def __init__(self, connect: Callable[[], Any], limit: timedelta) -> None:
+        super().__init__()
+        self._connect = connect
+        self._limit = limit
+        self._store: Any = None
+        # The keys that this rank has set, and those that it waits for. Both in the lock.
+        self._keys: set[str] = set()
+        self._cancelled = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def opened(self) -> Iterator[Any]:
+        """Connect to the store for the body. Blocking. Yields the connection."""
+        self._store = self._connect()
+        try:
+            yield self._store
+        finally:
+            self._store = None
+            with self._lock:
+                self._keys.clear()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._begin([key])
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self._begin(keys)
+        self._store.wait(keys, self._limit)
+        self._check()
+
+    def get(self, key: str) -> bytes:
+        value = bytes(self._store.get(key))
+        self._check()
+        if not value:
+            raise RuntimeError("another rank has given up")
+        return value
+
+    def _begin(self, keys: list[str]) -> None:
+        with self._lock:
+            self._check()
+            self._keys.update(keys)
+
+    def _check(self) -> None:
+        if self._cancelled:
+            raise RuntimeError("the wait for the other ranks was cancelled")
+
+    def cancel(self) -> None:
+        """Make :meth:`wait` raise RuntimeError, now and later. Does not block."""
+        with self._lock:
+            self._cancelled, keys = True, sorted(self._keys)
+        if keys:
+            start_thread(partial(self._release, keys), "aiosync-store")
+
+    def _release(self, keys: list[str]) -> None:
+        with suppress(RuntimeError):  # the store is gone; then the wait has ended too
+            other = self._connect()
+            for key in keys:
+                other.set(key, b"")
 
 
 def first_line(exc: BaseException) -> str:
