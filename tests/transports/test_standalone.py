@@ -27,7 +27,7 @@ from aiosync import (
     WorkerLostError,
 )
 from aiosync.schemes.standalone.base import StandaloneTransport
-from tests.kit.clock import BRIEF, PATIENCE, within
+from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Other, Uniform, fill, value_of
 
 SPAWNED = multiprocessing.get_context("forkserver")
@@ -190,6 +190,27 @@ async def test_cancelled_calls_lose_nothing(pair: Pair) -> None:
     while value_of(replica) != 2:  # perhaps 1 first, which was published before the call was cancelled
         assert await pair.receiver.receive_weights(PATIENCE, model=replica) is not None
     await within(sending)
+
+
+async def test_a_worker_that_connects_while_the_sender_publishes(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pair.sender.setup_connection_and_weights_on_sender()
+    await pair.sender.send_weights_async(Uniform(1.0))
+    replica, send = Uniform(-1.0), aiosync.WeightSyncScheme.send
+    receiving: list[asyncio.Task[Any]] = []
+
+    async def send_and_connect(scheme: aiosync.WeightSyncScheme, *args: Any, **options: Any) -> Any:
+        try:
+            return await send(scheme, *args, **options)
+        finally:  # the version was published, and no worker was there
+            receiving.append(asyncio.create_task(pair.receiver.receive_weights(PATIENCE, model=replica)))
+            await eventually(lambda: scheme.workers[0].connected, "the worker has connected")
+
+    monkeypatch.setattr(aiosync.WeightSyncScheme, "send", send_and_connect)
+    await within(pair.sender.send_weights(Uniform(2.0)))
+    await within(receiving[0])
+    assert value_of(replica) == 2
 
 
 async def test_closed_while_a_call_waits(pair: Pair) -> None:

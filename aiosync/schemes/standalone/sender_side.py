@@ -73,10 +73,9 @@ class SenderSide:
             if not scheme.synchronized_on_sender:
                 given = weights if first else None
                 await scheme.connect(weights=given, min_workers=0, timeout=deadline.remaining())
-            if not first:
-                await self._publish(scheme, weights, worker_ids, wait, deadline)
+            late = first or await self._publish(scheme, weights, worker_ids, wait, deadline)
             self.pending = self.pending or not wait
-        if wait and (first or self._late(scheme, worker_ids)):
+        if wait and late:
             await self._acknowledged(scheme, worker_ids, deadline)
 
     async def _publish(
@@ -86,13 +85,18 @@ class SenderSide:
         worker_ids: list[int] | None,
         wait: bool,
         deadline: Deadline,
-    ) -> None:
-        """Publish a version. A worker that has never connected gets the newest one when it connects."""
+    ) -> bool:
+        """Publish a version. Returns whether workers had never connected before.
+
+        Such a worker gets the newest version when it connects, which may be during this call.
+        """
+        late = self._late(scheme, worker_ids)
         try:
             await scheme.send(weights, worker_ids, wait=wait, timeout=deadline.remaining())
         except WorkerLostError as exc:
-            if exc.report is None or not exc.report.failures.keys() <= self._late(scheme, worker_ids):
+            if exc.report is None or not exc.report.failures.keys() <= late:
                 raise
+        return bool(late)
 
     @staticmethod
     def _late(scheme: WeightSyncScheme, worker_ids: list[int] | None) -> set[int]:
