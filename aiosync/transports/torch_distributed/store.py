@@ -283,7 +283,7 @@ class CancellableStore(_c10d.Store):  # type: ignore[misc]
         self._begin([key])
         self._store.set(key, value)
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._begin(keys)
         self._store.wait(keys, self._limit)
         self._check()
