@@ -24,7 +24,8 @@ from tests.kit.clock import BRIEF, PATIENCE
 from tests.kit.processes import ROOT
 
 __all__ = [
-    "cluster", "hosted", "hosted_modules", "keep", "start", "start_in_an_actor", "start_or_reuse",
+    "cluster", "hosted", "hosted_modules", "keep", "start", "start_in_an_actor", "start_one",
+    "start_or_reuse",
 ]  # fmt: skip
 
 _WARM = 3
@@ -122,15 +123,20 @@ _kept: defaultdict[type[Any], list[Any]] = defaultdict(list)
 """Class -> its actors that have finished a test. A new actor takes seconds to import torch."""
 
 
-def start(kind: type[Any], count: int, size: int, max_restarts: int = 0) -> list[Any]:
+def start(kind: type[Any], count: int, *args: Any, max_restarts: int = 0) -> list[Any]:
     """New actors of this class, which have started: beside busy processes that takes longer than a test's
     calls may."""
     import ray
 
     made = ray.remote(num_cpus=0, max_restarts=max_restarts)(kind)
-    actors = [made.remote(size) for _ in range(count)]
+    actors = [made.remote(*args) for _ in range(count)]
     ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=3 * PATIENCE)
     return actors
+
+
+def start_one(kind: type[Any], *args: Any) -> Any:
+    """A new actor of this class, which has started."""
+    return start(kind, 1, *args)[0]
 
 
 def start_or_reuse(kind: type[Any], count: int, size: int) -> list[Any]:

@@ -18,13 +18,9 @@ from aiosync.transports.ray.transport import RayActor, RayModuleActor, put_weigh
 from tests.kit.clock import BRIEF, PATIENCE, within
 from tests.kit.models import Norm, Other, Uniform, fill, value_of
 from tests.ray.actors import Collector, Module, ModuleElsewhere, Moduleless
+from tests.ray.hosts import start, start_one
 
 ray = pytest.importorskip("ray")
-
-
-def start(kind: type[Any], *args: Any) -> Any:
-    made: Any = ray.remote(num_cpus=0)(kind)
-    return made.remote(*args)
 
 
 @asynccontextmanager
@@ -45,7 +41,7 @@ async def sender_to(
 @pytest.mark.parametrize("method", ["tensordict", "state_dict"])
 async def test_each_update_is_a_call_of_the_method(method: str) -> None:
     model = Uniform()
-    actors = [start(Module, Uniform(-1.0)) for _ in range(2)]
+    actors = start(Module, 2, Uniform(-1.0))
     async with sender_to(*actors, method=method, model=model) as scheme:
         for version in (1, 2, 3):
             fill(model, version)
@@ -60,7 +56,7 @@ async def test_each_update_is_a_call_of_the_method(method: str) -> None:
 async def test_buffers_and_frozen_parameters(method: str) -> None:
     model = Norm()
     model.linear.weight.requires_grad_(False)
-    actor = start(Module, Norm())
+    actor = start_one(Module, Norm())
     async with sender_to(actor, method=method, model=model) as scheme:
         model.get_buffer("norm.running_var").fill_(5.0)
         await scheme.send()
@@ -73,7 +69,7 @@ async def test_buffers_and_frozen_parameters(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["tensordict", "state_dict"])
 async def test_a_method_that_raises_is_called_again_with_what_was_there(method: str) -> None:
-    model, actor = Uniform(), start(Module, Uniform(-1.0))
+    model, actor = Uniform(), start_one(Module, Uniform(-1.0))
     async with sender_to(actor, method=method, model=model) as scheme:
         fill(model, 13)
         with pytest.raises(RemoteApplyError, match="thirteen is refused") as caught:
@@ -86,7 +82,7 @@ async def test_a_method_that_raises_is_called_again_with_what_was_there(method: 
 
 
 async def test_version_0_is_what_the_actor_has_where_nobody_says_it() -> None:
-    actor = start(Module, Uniform(7.0))
+    actor = start_one(Module, Uniform(7.0))
     async with sender_to(actor) as scheme:
         assert await actor.value.remote() == 7
         model = Uniform()
@@ -99,7 +95,7 @@ async def test_version_0_is_what_the_actor_has_where_nobody_says_it() -> None:
 
 @pytest.mark.parametrize("given", ["actor_refs", "remote_collectors", "ray_transform", "context"])
 async def test_other_names_of_actors_and_models(given: str) -> None:
-    actor, model = start(ModuleElsewhere, Uniform(7.0)), Uniform()
+    actor, model = start_one(ModuleElsewhere, Uniform(7.0)), Uniform()
     transform = SimpleNamespace(_actor=actor)
     scheme = RayModuleTransformScheme("state_dict", timeout=PATIENCE)
     context = SimpleNamespace(actor_refs=[transform], source_model=model)
@@ -118,7 +114,7 @@ async def test_other_names_of_actors_and_models(given: str) -> None:
 
 
 async def test_an_actor_that_shows_no_module() -> None:
-    model, actor = Uniform(), start(Moduleless)
+    model, actor = Uniform(), start_one(Moduleless)
     async with sender_to(actor, model=model) as scheme:
         fill(model, 4)
         assert (await scheme.send()).ok
@@ -126,14 +122,14 @@ async def test_an_actor_that_shows_no_module() -> None:
 
 
 async def test_a_module_that_does_not_fit() -> None:
-    actor = start(Module, Other())
+    actor = start_one(Module, Other())
     with pytest.raises(LayoutMismatchError):
         async with sender_to(actor, model=Uniform()):
             raise AssertionError("not reached")
 
 
 async def test_an_actor_without_such_a_method() -> None:
-    actor = start(Collector)
+    actor = start_one(Collector)
     with pytest.raises(RemoteApplyError, match="has no method _update_weights_tensordict"):
         async with sender_to(actor, model=Uniform()):
             raise AssertionError("not reached")
@@ -141,7 +137,7 @@ async def test_an_actor_without_such_a_method() -> None:
 
 @pytest.mark.parametrize("path", ["env.transform[0]", "env.transform[1]"])
 async def test_found_by_a_dotted_path(path: str) -> None:
-    actor = start(Module, Uniform(-1.0))
+    actor = start_one(Module, Uniform(-1.0))
     found = actor if path.endswith("[1]") else SimpleNamespace(_actor=actor)
     context = SimpleNamespace(env=SimpleNamespace(transform=[found, found]))
     model, scheme = Uniform(), RayModuleTransformScheme(timeout=PATIENCE)
@@ -171,7 +167,7 @@ def test_wrong_arguments(arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("method", ["tensordict", "state_dict"])
 async def test_a_transport_to_an_actor_with_a_module(method: Any) -> None:
-    actor, model = start(Module, Uniform(-1.0)), Uniform()
+    actor, model = start_one(Module, Uniform(-1.0)), Uniform()
     transport = RayModuleActor(SimpleNamespace(_actor=actor), method)
     assert transport.check_connection()
     fill(model, 6)
@@ -186,7 +182,7 @@ async def test_a_transport_to_an_actor_with_a_module(method: Any) -> None:
 
 
 async def test_one_put_for_several_actors() -> None:
-    actors = [start(Collector) for _ in range(3)]
+    actors = start(Collector, 3)
     model = Uniform()
     fill(model, 5)
     put = await put_weights(model)
@@ -208,7 +204,7 @@ async def test_a_compiled_module_with_tied_weights() -> None:
             self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
             self.b.weight = self.a.weight
 
-    model, actor = Tied(), start(Module, Tied())
+    model, actor = Tied(), start_one(Module, Tied())
     fill(model, 4)
     await RayModuleActor(actor).send_weights(torch.compile(model), timeout=PATIENCE)
     assert await actor.value.remote() == 4
@@ -216,7 +212,7 @@ async def test_a_compiled_module_with_tied_weights() -> None:
 
 
 async def test_calls_of_an_actor() -> None:
-    actor = start(Collector)
+    actor = start_one(Collector)
     transport = RayActor(actor, worker_idx=3)
     assert await transport.call("heard", timeout=PATIENCE) == []
     with pytest.raises(InvalidArgumentError, match="worker 3 has no nonsense"):

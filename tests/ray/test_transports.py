@@ -12,13 +12,9 @@ from aiosync import InvalidArgumentError, RayActorTransport, RayTransport, Remot
 from tests.kit.clock import PATIENCE, within
 from tests.kit.models import Uniform, fill
 from tests.ray.actors import Holder, Module, Receiving
+from tests.ray.hosts import start_one
 
 ray = pytest.importorskip("ray")
-
-
-def start(kind: type[Any], *args: Any) -> Any:
-    made: Any = ray.remote(num_cpus=0)(kind)
-    return made.remote(*args)
 
 
 @pytest.mark.parametrize("make", [RayTransport, RayActorTransport])
@@ -37,7 +33,7 @@ async def test_without_an_actor(make: type[Any]) -> None:
 
 
 async def test_an_actor_with_a_model() -> None:
-    actor, model = start(Holder), Uniform(3.0)
+    actor, model = start_one(Holder), Uniform(3.0)
     transport = RayTransport(remote_collector=actor, timeout=PATIENCE)
     await transport.send_weights(model)
     assert await actor.value.remote() == 3
@@ -50,7 +46,7 @@ async def test_an_actor_with_a_model() -> None:
 
 
 async def test_an_actor_with_a_transport() -> None:
-    actor, model = start(Receiving, "one name"), Uniform(3.0)
+    actor, model = start_one(Receiving, "one name"), Uniform(3.0)
     transport = RayTransport(
         remote_actor=actor, worker_idx=3, connection_info_name="one name", timeout=PATIENCE
     )
@@ -65,7 +61,7 @@ async def test_an_actor_with_a_transport() -> None:
 
 @pytest.mark.parametrize("method", ["tensordict", "state_dict"])
 async def test_an_actor_that_updates_its_model(method: Any) -> None:
-    actor, model = start(Module, Uniform(-1.0)), Uniform(3.0)
+    actor, model = start_one(Module, Uniform(-1.0)), Uniform(3.0)
     transport = RayActorTransport(update_method=method, timeout=PATIENCE)
     transport.set_actor(actor)
     await transport.send_weights(model)
@@ -74,6 +70,6 @@ async def test_an_actor_that_updates_its_model(method: Any) -> None:
     with pytest.raises(RemoteApplyError, match="thirteen is refused"):
         await transport.send_weights(model)
     with pytest.raises(InvalidArgumentError, match="create another transport"):
-        transport.set_actor(start(Module, Uniform(-1.0)))
+        transport.set_actor(start_one(Module, Uniform(-1.0)))
     await transport.aclose()
     ray.kill(actor)
