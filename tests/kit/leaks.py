@@ -18,8 +18,8 @@ from tests.kit.clock import SCALE
 
 __all__ = ["Snapshot", "mark_what_is_ours"]
 
-_SETTLE = 15.0 * SCALE
-"""Seconds that what is left has to go. More than the 10 seconds for which gloo may hold a thread."""
+_SETTLE = 40.0 * SCALE
+"""Seconds that what is left has to go. More than the 30 seconds for which gloo may hold a thread."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -172,21 +173,21 @@ async def test_the_trainer_is_busy_meanwhile(collective: str) -> None:
 
 
 class Group:
-    """In place of a group of NCCL. Each call lasts until the group is aborted, and then raises nothing."""
+    """A worker's group of NCCL. To receive lasts until the group is aborted, and then raises nothing."""
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
         self.waiting = threading.Event()
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Group:
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Mock:
+        return Mock()  # the token of a worker that has joined
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Group:
         return self
 
-    recv = send
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        if limit is not None:  # a message
-            self.waiting.set()
-            assert self.aborted.wait(PATIENCE)
+    def wait(self, limit: timedelta) -> None:
+        self.waiting.set()
+        assert self.aborted.wait(PATIENCE)
 
     def abort(self) -> None:
         self.aborted.set()

@@ -342,6 +342,25 @@ async def test_shared_memory_per_worker() -> None:
     await sender.aclose()
 
 
+async def test_a_lost_worker_that_the_weights_are_not_for() -> None:
+    queues = {worker: SPAWNED.SimpleQueue() for worker in range(3)}
+    sender, first, lost = (aiosync.SharedMemTransport(PATIENCE) for _ in range(3))
+    sender.register_weights(dict.fromkeys(queues, TensorDict({"a": torch.zeros(3)})), queues, per_worker=True)
+    await sender.setup_connection_and_weights_on_sender()
+    model = {"a": torch.full((3,), -1.0)}
+    for worker, receiver in enumerate((first, lost)):
+        receiver.register_weights({}, queues)
+        await receiver.setup_connection_and_weights_on_receiver(worker_idx=worker, model=model)
+    await lost.aclose()
+    # Worker 2 has never connected.
+    sending = asyncio.create_task(sender.send_weights({0: {"a": torch.ones(3)}}))
+    await first.receive_weights(PATIENCE)
+    await within(sending)
+    assert model["a"].tolist() == [1, 1, 1]
+    for transport in (first, sender):
+        await transport.aclose()
+
+
 # -- torch.distributed ------------------------------------------------------------------------------------
 
 

@@ -73,9 +73,11 @@ class SenderSide:
             if not scheme.synchronized_on_sender:
                 given = weights if first else None
                 await scheme.connect(weights=given, min_workers=0, timeout=deadline.remaining())
-            late = first or await self._publish(scheme, weights, worker_ids, wait, deadline)
+            if not first:
+                # What the others answered is known: they may have gone since.
+                worker_ids = await self._publish(scheme, weights, worker_ids, wait, deadline)
             self.pending = self.pending or not wait
-        if wait and late:
+        if wait and (first or worker_ids):
             await self._acknowledged(scheme, worker_ids, deadline)
 
     async def _publish(
@@ -85,8 +87,8 @@ class SenderSide:
         worker_ids: list[int] | None,
         wait: bool,
         deadline: Deadline,
-    ) -> bool:
-        """Publish a version. Returns whether workers had never connected before.
+    ) -> list[int]:
+        """Publish a version. Returns the workers that had never connected.
 
         Such a worker gets the newest version when it connects, which may be during this call.
         """
@@ -94,9 +96,10 @@ class SenderSide:
         try:
             await scheme.send(weights, worker_ids, wait=wait, timeout=deadline.remaining())
         except WorkerLostError as exc:
+            late |= self._late(scheme, worker_ids)
             if exc.report is None or not exc.report.failures.keys() <= late:
                 raise
-        return bool(late)
+        return sorted(late)
 
     @staticmethod
     def _late(scheme: WeightSyncScheme, worker_ids: list[int] | None) -> set[int]:

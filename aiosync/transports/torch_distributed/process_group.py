@@ -45,9 +45,9 @@ All members divide a version alike, so another size here needs another PROTOCOL_
 
 _JOIN = 30.0  # most seconds that the other member has to join a group of two
 
-_CONNECT = 2.0
-"""gloo's limit for one connection between members, all of which are there, is five times this, in seconds.
-If a member dies at that moment, nothing ends the wait of a member that it was to connect to.
+_CONNECT = 0.2
+"""gloo's timeout as a share of the time to join. It waits five times its timeout for each connection between
+members, which are all there by then. If one of them dies at that moment, nothing ends the others' wait.
 """
 
 STALLED = 10.0
@@ -226,6 +226,7 @@ class ProcessGroupMember:
     def _joined(self, device: torch.device) -> Any:
         """Return the group. The first call makes it, together with the other members."""
         if self._group is None:
+            self._check()
             with self._rendezvous.opened() as store:
                 self._check()
                 self._group = self._make(store)
@@ -248,7 +249,7 @@ class ProcessGroupMember:
 
     def _make(self, store: Any) -> Any:
         if self.backend == "gloo":
-            limit = min(self._joining, timedelta(seconds=_CONNECT))
+            limit = _CONNECT * self._joining
             return dist.ProcessGroupGloo(self._rendezvous, self.rank, self.size, limit)
         store.set_timeout(self._joining)
         options = dist.ProcessGroupNCCL.Options()

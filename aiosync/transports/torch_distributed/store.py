@@ -22,7 +22,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -218,15 +218,16 @@ class StoreLookup:
     def run(self) -> tuple[bytes, Any] | None:
         """Wait for the sender's answer. Returns the answer and the store, or None after :meth:`cancel`."""
         store = self._store_address.connect()
-        mine, key = _of_model(store, self._model_id), f"met/{self._name}"
+        key = f"met/{self._name}"
         try:
-            # Before set_timeout: a clone looks for its server as long as the store's timeout says.
-            other = _of_model(store.clone(), self._model_id)
+            # The store that is returned keeps its timeout: its clones look for the server that long.
+            waiting = store.clone()
+            waiting.set_timeout(_FOR_EVER)
+            mine = _of_model(waiting, self._model_id)
             with self._lock:
                 if self._cancelled:
                     return None
-                self._other = other
-            store.set_timeout(_FOR_EVER)
+                self._other = _of_model(store, self._model_id)
             mine.queue_push("arrivals", self._name)
             answer = mine.get(key)
             with self._lock:
@@ -271,6 +272,7 @@ class CancellableStore(_c10d.Store):  # type: ignore[misc]
     @contextmanager
     def opened(self) -> Iterator[Any]:
         """Connect to the store for the body. Blocking. Yields the connection."""
+        self._check()
         self._store = self._connect()
         try:
             yield self._store
@@ -282,6 +284,9 @@ class CancellableStore(_c10d.Store):  # type: ignore[misc]
     def set(self, key: str, value: bytes) -> None:
         self._begin([key])
         self._store.set(key, value)
+        if self._cancelled:
+            self._store.set(key, b"")  # cancel() may have done so before
+        self._check()
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._begin(keys)
@@ -305,14 +310,19 @@ class CancellableStore(_c10d.Store):  # type: ignore[misc]
             raise RuntimeError("the wait for the other ranks was cancelled")
 
     def cancel(self) -> None:
-        """Make :meth:`wait` raise RuntimeError, now and later. Does not block."""
+        """Make :meth:`wait` raise RuntimeError, now and later. Idempotent; does not block."""
         with self._lock:
-            self._cancelled, keys = True, sorted(self._keys)
+            keys = () if self._cancelled else sorted(self._keys)
+            self._cancelled = True
         if keys:
-            start_thread(partial(self._release, keys), "aiosync-store")
+            with suppress(
+                RuntimeError
+            ):  # no more threads, as at the interpreter's exit: it ends by its limit
+                start_thread(partial(self._release, keys), "aiosync-store")
 
-    def _release(self, keys: list[str]) -> None:
-        with suppress(RuntimeError):  # the store is gone; then the wait has ended too
+    def _release(self, keys: Sequence[str]) -> None:
+        # The store is gone, and the wait has ended too; or this sender has closed its connection to it.
+        with suppress(RuntimeError, AttributeError):
             other = self._connect()
             for key in keys:
                 other.set(key, b"")
