@@ -50,7 +50,10 @@ async def sender_to(
 ) -> AsyncIterator[tuple[RayWeightSyncScheme, Uniform, list[Any]]]:
     """A connected sender, and actors."""
     reused = kind in REUSED and not max_restarts
-    actors = start_or_reuse(kind, count, size) if reused else start(kind, count, size, max_restarts)
+    if reused:
+        actors = start_or_reuse(kind, count, size)
+    else:
+        actors = start(kind, count, size, max_restarts=max_restarts)
     model = Uniform(size=size)
     scheme = RayWeightSyncScheme(timeout=PATIENCE, **{"share_memory": False, **options})
     scheme.init_on_sender(model_id="policy", model=model, actors=actors)
