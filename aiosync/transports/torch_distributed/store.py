@@ -315,14 +315,12 @@ class CancellableStore(_c10d.Store):  # type: ignore[misc]
             keys = () if self._cancelled else sorted(self._keys)
             self._cancelled = True
         if keys:
-            with suppress(
-                RuntimeError
-            ):  # no more threads, as at the interpreter's exit: it ends by its limit
+            # At the interpreter's exit no thread can be started. The wait ends by its limit then.
+            with suppress(RuntimeError):
                 start_thread(partial(self._release, keys), "aiosync-store")
 
     def _release(self, keys: Sequence[str]) -> None:
-        # The store is gone, and the wait has ended too; or this sender has closed its connection to it.
-        with suppress(RuntimeError, AttributeError):
+        with suppress(RuntimeError):  # the store is gone, and the wait has ended too; or this side has closed
             other = self._connect()
             for key in keys:
                 other.set(key, b"")

@@ -161,8 +161,15 @@ class TorchDistributedListener(Listener):
         return None
 
     def connection(self) -> Any:
-        """Make a connection to the store, for a thread that blocks in the store."""
-        return self._store.clone()
+        """Make a connection to the store, for a thread that blocks in the store. Blocking.
+
+        Raises:
+            RuntimeError: this listener has closed, or the store is gone.
+        """
+        store = self._store
+        if store is None:
+            raise RuntimeError("the sender has closed its connection to the store")
+        return store.clone()
 
     async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         for listener in self._listeners:
