@@ -111,11 +111,12 @@ class StagingBuffers:
             ArenaAllocationError: there is no memory for what is staged in this process.
         """
         arrived, source = self._inbound.find(update)
-        for device in {buffer.device for buffer in self._buffers if buffer.device.type == "cuda"}:
-            pin_memory_of(arrived, device)
         leaving = () if names is None else self._inbound.make_room(names)
-        views, pairs = source, list[tuple[Tensor, Tensor]]()
+        views = source
+        pairs: list[tuple[Tensor, Tensor]] = []
         if self._buffers:
+            for device in {buffer.device for buffer in self._buffers if buffer.device.type == "cuda"}:
+                pin_memory_of(arrived, device)
             views = dict(source)
             for buffer in self._buffers:
                 pairs += buffer.stage(arrived, source, names)

@@ -207,11 +207,12 @@ class Fit:
         self.nbytes = sum(layout[name].nbytes for name, _ in self.pairs)
         # Whether there is every entry, and whether any tensor is a DTensor.
         self.whole = len(self.pairs) == len(layout)
-        self.sharded = any(is_sharded(tensor) for _, tensor in self.pairs)
+        self.tensors = [tensor for _, tensor in self.pairs]
+        self.sharded = any(map(is_sharded, self.tensors))
         # Whether all are in the memory of this process.
-        self.on_cpu = all(tensor.is_cpu for _, tensor in self.pairs)
+        self.on_cpu = all(tensor.is_cpu for tensor in self.tensors)
         self._layout = layout
-        self._looks = [(tensor.dtype, tensor.shape, tensor.device) for _, tensor in self.pairs]
+        self._looks = [(tensor, tensor.dtype, tensor.shape, tensor.device) for tensor in self.tensors]
         # Tied names with separate memory may have different values the next time.
         self._lasting = (
             strict
@@ -230,7 +231,10 @@ class Fit:
         """
         if not self._lasting or layout is not self._layout:
             return False
-        return [(tensor.dtype, tensor.shape, tensor.device) for _, tensor in self.pairs] == self._looks
+        for tensor, dtype, shape, device in self._looks:
+            if tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device:
+                return False
+        return True
 
 
 class KnownTensors(dict[str, Tensor]):

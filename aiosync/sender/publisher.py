@@ -31,7 +31,6 @@ from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.slots import JointParts
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
-from aiosync.weights.copying import copy_few
 from aiosync.weights.layout import Layout
 
 
@@ -329,8 +328,7 @@ async def publish_together(publications: Sequence[Publication], *, fallback: boo
     try:
         for publication in publications:
             for write in publication.writes:
-                write.begun = True
-                copy_few(write.pairs)
+                write.copy_at_once()
             publication.publisher.check_open()
     except BaseException:
         _discard(publications)

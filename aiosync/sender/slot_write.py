@@ -16,7 +16,7 @@ from aiosync.protocol.stream import BLOCK
 from aiosync.transfer.slots import Lease, SlotVersion
 from aiosync.weights.arena import Slot
 from aiosync.weights.block_copy import BlockCopy, Filling
-from aiosync.weights.copying import copy_few
+from aiosync.weights.copying import copy_few, copy_to_places
 from aiosync.weights.devices import cuda_devices
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class SlotWrite(msgspec.Struct, eq=False):
     overflow: bool = False
     # (name, destination, source) where the source is spread over the ranks of the trainer.
     sharded: Sequence[tuple[str, Tensor, Tensor]] = ()
+    # The weights in the order of the slot's places, if they are few bytes and whole. Then there are no pairs.
+    tensors: Sequence[Tensor] = ()
     # The memory may have been written.
     begun: bool = False
     # The copy, if it runs beside the sending.
@@ -76,11 +78,20 @@ class SlotWrite(msgspec.Struct, eq=False):
 
     async def copy(self, cancelled: Callable[[], bool]) -> bool:
         """Copy. Return whether all was copied: False if ``cancelled()`` became true."""
-        self.begun = True
         if self.is_quick:
-            copy_few(self.pairs)
+            self.copy_at_once()
             return True
+        self.begun = True
         return await self.group.offloader.copy(self.pairs, cancelled)
+
+    def copy_at_once(self) -> None:
+        """Copy weights that are few bytes."""
+        self.begun = True
+        if not copy_to_places(self.slot.places, self.tensors):
+            views = self.slot.views
+            names = [entry.name for entry in self.group.pool.layout.entries]
+            self.pairs = [(views[name], tensor) for name, tensor in zip(names, self.tensors, strict=True)]
+        copy_few(self.pairs)
 
     @property
     def overlaps(self) -> bool:

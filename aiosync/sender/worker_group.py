@@ -101,6 +101,9 @@ class WorkerGroup:
             write = await self._lease_slot(targets, deadline, may_overflow=may_overflow)
         # A copy from a device would block the event loop until all that was queued there is done.
         write.is_quick = self.writes_inline and given.on_cpu
+        if write.is_quick and given.whole and not given.sharded:
+            write.tensors = given.tensors
+            return write
         views, dense = write.slot.views, given.pairs
         if given.sharded:
             dense = [(name, tensor) for name, tensor in given.pairs if not is_sharded(tensor)]

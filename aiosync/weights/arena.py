@@ -6,12 +6,13 @@ memory of a slot is kept as long as the slot may be needed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from aiosync.weights.copying import Place, place_of
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -36,6 +37,11 @@ class Slot:
         Writes through these tensors must reach the slot, so they are never given to users.
         """
         return self._layout.views(self.segment.buffer)
+
+    @cached_property
+    def places(self) -> Sequence[Place]:
+        """The place of each entry in the slot, in the order of the layout's entries."""
+        return [place_of(self.views[entry.name]) for entry in self._layout.entries]
 
     def fresh_views(self) -> dict[str, Tensor]:
         """Return new tensors over the slot's memory, which the caller may re-point or reshape."""

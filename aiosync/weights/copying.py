@@ -49,6 +49,9 @@ Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
 Lane: TypeAlias = Callable[[Callable[[], bool]], bool]
 """Copies one share. Its argument returns whether to stop. Returns whether the share is complete."""
 
+Place: TypeAlias = tuple[torch.dtype, torch.Size, int, int]
+"""A tensor in CPU memory: dtype, shape, address, bytes."""
+
 Range: TypeAlias = tuple[int, int, int]
 """Destination address, source address, bytes."""
 
@@ -88,6 +91,26 @@ def copy_few(pairs: Pairs) -> None:
             rest.append(pair)
     if rest:
         copy_with_torch(rest, lambda: False)
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Return where :func:`copy_to_places` copies to; the tensor is contiguous, in CPU memory."""
+    return tensor.dtype, tensor.shape, tensor.data_ptr(), tensor.nbytes
+
+
+def copy_to_places(places: Iterable[Place], sources: Iterable[Tensor]) -> bool:
+    """Copy each source to its place; returns false at the first one that ``memmove`` cannot copy.
+
+    For few bytes. Takes two thirds of the time of :func:`copy_few`, which looks at two tensors for each copy.
+    """
+    for (dtype, shape, place, nbytes), source in zip(places, sources):  # noqa: B905 - strict= takes time too
+        if source.dtype is not dtype or source.shape != shape or not _is_plain_memory(source):
+            return False
+        address = source.data_ptr()
+        if not address:
+            return False
+        ctypes.memmove(place, address, nbytes)
+    return True
 
 
 def read_at(fd: int, place: memoryview, offset: int) -> bool:
@@ -183,8 +206,15 @@ def _is_memory_alike(destination: Tensor, source: Tensor) -> bool:
     return (
         destination.dtype is source.dtype
         and destination.is_cpu
-        and source.is_cpu
         and destination.is_contiguous()
+        and _is_plain_memory(source)
+    )
+
+
+def _is_plain_memory(source: Tensor) -> bool:
+    """Return whether a tensor's values are the bytes of one range of CPU memory."""
+    return (
+        source.is_cpu
         and source.is_contiguous()
         # The negative bit and the conjugate bit are not in the memory.
         and not (source.is_conj() or source.is_neg())

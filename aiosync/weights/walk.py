@@ -174,7 +174,8 @@ class Structure:
         registries: list[dict[str, Any]] = []
         for part in parts:
             registries += (part._parameters, part._buffers, part._modules)
-        self._sizes = [(registry, len(registry)) for registry in registries]
+        self._registries = registries
+        self._sizes = [*map(len, registries)]
         self._entries = [
             (registry, name, value) for registry in registries for name, value in registry.items()
         ]
@@ -200,9 +201,8 @@ class Structure:
                 or owner["_modules"] is not modules
             ):
                 return False
-        for registry, size in self._sizes:
-            if len(registry) != size:
-                return False
+        if [*map(len, self._registries)] != self._sizes:
+            return False
         try:
             for registry, name, value in self._entries:
                 if registry[name] is not value:
