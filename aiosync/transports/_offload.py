@@ -24,8 +24,16 @@ from aiosync._processors import (
     release_callers_threads,
     release_openmp_threads,
 )
-from aiosync.weights.copying import Lane, Pairs, copy_lanes, copy_with_torch, nbytes_of, split_plain
-from aiosync.weights.devices import sharing, wait_for_devices
+from aiosync.weights.copying import (
+    Lane,
+    Pairs,
+    copy_lanes,
+    copy_with_torch,
+    nbytes_of,
+    queue_copy,
+    split_plain,
+)
+from aiosync.weights.devices import are_idle, sharing, wait_for_devices
 
 T = TypeVar("T")
 
@@ -35,6 +43,9 @@ _SPINNING = 0.01
 
 _LONG_COPY = 32 * 1024 * 1024
 """Bytes from which a copy takes so long that it is worth to end OpenMP's threads before it."""
+
+_SOON = 0.0003
+"""Seconds that an event loop waits itself for a device's copy: a thread takes longer than that to begin."""
 
 _LANES = 8  # most threads of one offloader. More threads copy no faster: memory bandwidth is the limit
 
@@ -61,11 +72,19 @@ class Offloader:
         return (await _run_all([(self._threads(), work)], []))[0]
 
     async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Copy in several threads; returns false if ``cancelled()`` ended it early.
+        """Copy in several threads, or by a device; returns false if ``cancelled()`` ended it early.
 
         Raises:
             InvalidArgumentError: the shapes of a pair differ, or a source's memory was freed.
         """
+        queued = queue_copy(pairs)
+        if queued is not None:
+            until = time.perf_counter() + _SOON
+            while not (done := queued.are_done()) and time.perf_counter() < until:
+                pass
+            if not done:
+                await self.run(lambda _: queued.wait())
+            return True
         plain, rest = split_plain(pairs)
         if nbytes_of(destination for destination, _ in plain) >= _LONG_COPY:
             await _free_processors()
@@ -122,7 +141,7 @@ class Offloader:
         That may take long, or for ever: a kernel may wait for another machine. So a cancelled caller does not
         wait for the thread.
         """
-        if devices:
+        if not are_idle(devices):
             if self._device_thread is None:
                 self._device_thread = DetachedThread("aiosync-device")
             await detached(self._device_thread, partial(_settle, devices))

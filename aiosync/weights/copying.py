@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.weights.devices import copying_on, cuda_devices
+from aiosync.weights.devices import QueuedCopies, copying_on, cuda_devices, queueing_on
 from aiosync.weights.streaming import WORTH_STREAMING, Move, streaming_move
 
 INLINE_LIMIT = 256 * 1024
@@ -28,6 +28,13 @@ INLINE_LIMIT = 256 * 1024
 
 _PIECE = 32 * 1024 * 1024
 """Bytes that torch copies between two checks for cancellation."""
+
+_MOST_QUEUED = 2 << 30, 128 << 20
+"""Most bytes of a copy that is queued at once: within a device's memory, which takes 2 ms or less, and to or
+from the processor's memory. What is queued cannot be cancelled."""
+
+_MOST_CALLS = 256, 64
+"""Most tensors of such a copy: each tensor takes the calling thread time."""
 
 _GRAIN = 32 * 1024
 """torch uses OpenMP threads for an operation on this many elements or more."""
@@ -248,12 +255,47 @@ def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
     """Copy with torch's kernels; returns false if ``cancelled()`` ended the copy early."""
     for _, source in pairs:
         _check_memory(source)
-    with torch.no_grad(), copying_on(cuda_devices(chain.from_iterable(pairs))):
+    with torch.no_grad(), copying_on(cuda_devices(chain.from_iterable(pairs))) as copies:
         for batch in _batches(pairs):
             if cancelled():
                 return False
-            torch._foreach_copy_([d for d, _ in batch], [s for _, s in batch])
+            # Otherwise the device finishes each tensor's copy before the next one's is queued.
+            ahead = bool(copies) and all(_can_be_queued(*pair) for pair in batch)
+            torch._foreach_copy_([d for d, _ in batch], [s for _, s in batch], non_blocking=ahead)
+            if copies:
+                copies.wait()
     return True
+
+
+def queue_copy(pairs: Pairs) -> QueuedCopies | None:
+    """Queue a copy to, from or within CUDA devices, without blocking.
+
+    Returns None, and does nothing, if that would block: a device is not idle, or its copy needs this
+    processor. Also for tensors on the CPU alone, and for those of other shapes than their destinations.
+    """
+    if not pairs or not (pairs[0][0].is_cuda or pairs[0][1].is_cuda):
+        return None
+    devices = cuda_devices(chain.from_iterable(pairs))
+    outside = len(devices) > 1 or any(d.device != s.device for d, s in pairs)
+    if len(pairs) > _MOST_CALLS[outside] or nbytes_of(d for d, _ in pairs) > _MOST_QUEUED[outside]:
+        return None
+    if not all(d.shape == s.shape and _can_be_queued(d, s) for d, s in pairs):
+        return None
+    with torch.no_grad(), queueing_on(devices) as queued:
+        if queued is not None:
+            torch._foreach_copy_([d for d, _ in pairs], [s for _, s in pairs], non_blocking=True)
+    return queued
+
+
+def _can_be_queued(destination: Tensor, source: Tensor) -> bool:
+    """Return whether torch only queues such a copy: it neither converts nor reads pages on the CPU."""
+    if type(source).__torch_dispatch__ is not _NO_DISPATCH:
+        return False
+    if destination.is_cuda and source.is_cuda:
+        return True
+    alike = destination.dtype is source.dtype and destination.is_contiguous() and source.is_contiguous()
+    host = source if destination.is_cuda else destination
+    return alike and host.is_cpu and host.is_pinned()
 
 
 def _batches(pairs: Pairs) -> Iterator[Pairs]:

@@ -12,11 +12,12 @@ with an error. So the device as a whole is never waited for either.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -24,9 +25,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-
-_WORTH_PINNING = 1 << 20
-"""Memory of this many bytes or more is pinned before it is copied to or from a device."""
 
 _POOL = 32
 """Streams that torch has for each priority; ``torch.cuda.Stream()`` returns them in turn."""
@@ -48,16 +46,20 @@ class _Use:
         self._capturing: int | None = None  # the thread
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Use devices in the body; before it, wait for a capture in another thread."""
+    def shared(self, *, wait: bool = True) -> Iterator[bool]:
+        """Use devices in the body; before it, wait for a capture in another thread.
+
+        Without ``wait``: yield False if a thread captures. Then the body may not use devices.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._capturing in (None, threading.get_ident()))
-            self._count += 1
+            others = (None, threading.get_ident())
+            free = self._changed.wait_for(lambda: self._capturing in others, None if wait else 0)
+            self._count += free
         try:
-            yield
+            yield free
         finally:
             with self._changed:
-                self._count -= 1
+                self._count -= free
                 self._changed.notify_all()
 
     @contextmanager
@@ -88,7 +90,7 @@ def undisturbed() -> AbstractContextManager[None]:
     return _use().alone()
 
 
-def sharing() -> AbstractContextManager[None]:
+def sharing() -> AbstractContextManager[object]:
     """Use devices in the body, in a thread: not while a CUDA graph is captured."""
     return _use().shared()
 
@@ -113,48 +115,135 @@ def wait_for_devices(devices: Collection[torch.device]) -> None:
     """
     for device in devices:
         with torch.cuda.device(device):
-            before = torch.cuda.current_stream()
-            try:
-                for stream in _streams_of(device):
-                    torch.cuda.set_stream(stream)
-                    if not torch.cuda.is_current_stream_capturing():
-                        stream.synchronize()
-            finally:
-                torch.cuda.set_stream(before)
+            for stream in _streams_that_run(device):
+                if not stream.query():
+                    stream.synchronize()
+
+
+def are_idle(devices: Collection[torch.device]) -> bool:
+    """Return whether these CUDA devices have done all work that this process has queued, in torch's streams.
+
+    Takes about 0.1 ms for each device, a fifth of what a thread takes that waits for it. Does not block:
+    while a thread captures a CUDA graph, it returns False.
+    """
+    if not devices:
+        return True
+    with _use().shared(wait=False) as free:
+        return free and _have_done(devices)
+
+
+def _have_done(devices: Collection[torch.device]) -> bool:
+    for device in devices:
+        with torch.cuda.device(device):
+            if not all(stream.query() for stream in _streams_that_run(device)):
+                return False
+    return True
+
+
+def _streams_that_run(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Torch's streams of the current device, without those that capture a CUDA graph."""
+    ask, status = _ask_for_capture(), ctypes.c_int(0)
+    place = ctypes.byref(status)
+    for stream, handle in _streams_of(device):
+        if handle is None:  # the default stream, which cannot capture
+            yield stream
+        elif ask is None:
+            if not _captures(stream):
+                yield stream
+        elif ask(handle, place) == 0 and not status.value:
+            yield stream
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @cache
-def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
+def _ask_for_capture() -> Callable[..., int] | None:
+    """CUDA's ``cudaStreamIsCapturing``; None if it cannot be called.
+
+    torch answers for the current stream only, and for all streams that takes three times as long.
+    """
+    try:
+        function: Callable[..., int] = ctypes.PyDLL(None).cudaStreamIsCapturing
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows
+        return None
+    return function
+
+
+@cache
+def _streams_of(device: torch.device) -> list[tuple[torch.cuda.Stream, ctypes.c_void_p | None]]:
+    """All streams that torch has on a device, each with its handle; None for the default stream."""
     streams = {torch.cuda.default_stream(device)}
     for priority in _PRIORITIES:
         wanted = len(streams) + _POOL
         for _ in range(4 * _POOL):  # more than one round: other threads may take some
             if len(streams) < wanted:
                 streams.add(torch.cuda.Stream(device, priority))
-    return list(streams)
+    handles = ((stream, stream.cuda_stream) for stream in streams)
+    return [(stream, ctypes.c_void_p(handle) if handle else None) for stream, handle in handles]
+
+
+class QueuedCopies:
+    """Copies in the streams of this package's copies, one on each of some CUDA devices."""
+
+    def __init__(self, devices: Collection[torch.device]) -> None:
+        self._devices = devices
+
+    def are_done(self) -> bool:
+        """Return whether the devices have done them. Does not block, as :func:`are_idle`."""
+        with _use().shared(wait=False) as free:
+            return free and all(_stream_of(device).query() for device in self._devices)
+
+    def wait(self) -> None:
+        """Wait until the devices have done them. Blocking."""
+        with sharing():
+            for device in self._devices:
+                _stream_of(device).synchronize()
 
 
 @contextmanager
-def copying_on(devices: Collection[torch.device]) -> Iterator[None]:
+def copying_on(devices: Collection[torch.device]) -> Iterator[QueuedCopies | None]:
     """Copy to, from and between these CUDA devices in the body. On exit the copies are done.
 
     Waits for the devices first. The copies have a stream of their own, so they do not wait for work that is
-    queued meanwhile. Blocking.
+    queued meanwhile. Blocking. Yields None if there are no devices.
     """
     if not devices:
-        yield
+        yield None
         return
-    with ExitStack() as stack:
-        for device in devices:
-            stack.enter_context(using(device))
+    with sharing(), ExitStack() as stack:
         wait_for_devices(devices)
-        for device in devices:
-            stack.enter_context(torch.cuda.stream(_stream_of(device)))
+        copies = QueuedCopies(devices)
+        stack.callback(copies.wait)
+        _enter_streams(stack, devices)
+        yield copies
+
+
+@contextmanager
+def queueing_on(devices: Collection[torch.device]) -> Iterator[QueuedCopies | None]:
+    """Queue copies to, from and between these CUDA devices in the body, as :func:`copying_on`. Does not wait.
+
+    Yields None if a device is not idle, or if a thread captures a CUDA graph: then the body may not copy.
+    """
+    with _use().shared(wait=False) as free, ExitStack() as stack:
+        if not (free and _have_done(devices)):
+            yield None
+            return
+        copies = QueuedCopies(devices)
+        _enter_streams(stack, devices)
         try:
-            yield
-        finally:
-            for device in devices:
-                _stream_of(device).synchronize()
+            yield copies
+        except BaseException:
+            copies.wait()
+            raise
+
+
+def _enter_streams(stack: ExitStack, devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        stack.enter_context(torch.cuda.device(device))
+        stack.enter_context(torch.cuda.stream(_stream_of(device)))
 
 
 @cache
@@ -184,10 +273,10 @@ def as_tensor(memory: mmap.mmap) -> Tensor:
 def pin_memory_of(buffer: Tensor, device: torch.device) -> None:
     """Pin the memory that a 1-D ``uint8`` tensor of :func:`as_tensor` begins at; idempotent.
 
-    A CUDA device copies to and from pinned memory several times as fast. Does nothing if the memory is small,
-    is not mapped, or if CUDA cannot pin it. Blocking: about 40 ms per GiB.
+    A CUDA device copies to and from pinned memory several times as fast, and while this process goes on. Does
+    nothing if the memory is not mapped, or if CUDA cannot pin it. Blocking: about 40 ms per GiB.
     """
-    if not buffer.is_cpu or buffer.numel() < _WORTH_PINNING:
+    if not buffer.is_cpu:
         return
     address = buffer.data_ptr()
     view = _pinnable.pop(address, None)

@@ -47,6 +47,9 @@ class Device:
             self._queue.pop(0)()
         self._idle.set()
 
+    def is_idle(self, devices: Collection[torch.device]) -> bool:
+        return not devices or self._idle.is_set()
+
     def wait(self, devices: Collection[torch.device]) -> None:
         assert not devices or self._idle.wait(PATIENCE)
 
@@ -66,6 +69,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(slot_write, "cuda_devices", all_on_device)
     monkeypatch.setattr(worker_group, "_INLINE_WRITE", -1)
     monkeypatch.setattr(_offload, "wait_for_devices", device.wait)
+    monkeypatch.setattr(_offload, "are_idle", device.is_idle)
     yield device
     device.finish()
 
@@ -78,6 +82,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         monkeypatch.setattr(module, "cuda_devices", all_on_device)
     for module in (_offload, applier, staging):
         monkeypatch.setattr(module, "wait_for_devices", device.wait)
+    monkeypatch.setattr(_offload, "are_idle", device.is_idle)
     yield device
     device.finish()
 

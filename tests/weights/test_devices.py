@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -88,10 +89,10 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(runtime: Runtime) -> None
     assert runtime.calls == [("register", address)]
 
 
-def test_small_and_private_copies_are_not_pinned(runtime: Runtime) -> None:
+def test_private_copies_are_not_pinned(runtime: Runtime) -> None:
     owner = Segment.shared(8 * MIB)
     privately = Segment.attach(owner.handle_for(0), private=True)
-    for buffer in (privately.buffer, Segment.shared(4096).buffer, torch.empty(8 * MIB, dtype=torch.uint8)):
+    for buffer in (privately.buffer, torch.empty(8 * MIB, dtype=torch.uint8)):
         devices.pin_memory_of(buffer, DEVICE)
     assert runtime.calls == []
 
@@ -134,6 +135,77 @@ def test_a_capture_is_alone(runtime: Runtime) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert order == ["used", "captured"]
+
+
+class Stream:
+    """A stream of CUDA that is idle, busy, or captures a graph: then it may not be asked."""
+
+    def __init__(self, state: str = "idle") -> None:
+        self.state = state
+
+    def query(self) -> bool:
+        assert self.state != "captures"
+        return self.state == "idle"
+
+    def synchronize(self) -> None:
+        assert self.state == "busy"
+        self.state = "idle"
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """All streams of :data:`DEVICE`; the first is the default one."""
+    found = [Stream() for _ in range(4)]
+
+    def ask(handle: ctypes.c_void_p, status: Any) -> int:
+        status._obj.value = found[(handle.value or 0) - 1].state == "captures"
+        return 0
+
+    handles = [(stream, ctypes.c_void_p(n) if n > 1 else None) for n, stream in enumerate(found, 1)]
+    monkeypatch.setattr(devices, "_streams_of", lambda device: handles)
+    monkeypatch.setattr(devices, "_ask_for_capture", lambda: ask)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    return found
+
+
+@pytest.mark.parametrize("busy", [0, 1, 3])
+def test_a_device_is_idle_when_all_its_streams_are(streams: list[Stream], busy: int) -> None:
+    assert devices.are_idle([DEVICE])
+    streams[busy].state = "busy"
+    assert not devices.are_idle([DEVICE])
+    devices.wait_for_devices([DEVICE])
+    assert devices.are_idle([DEVICE])
+
+
+def test_a_stream_that_captures_is_not_asked(streams: list[Stream]) -> None:
+    streams[2].state = "captures"
+    assert devices.are_idle([DEVICE])
+    devices.wait_for_devices([DEVICE])
+    streams[3].state = "busy"
+    assert not devices.are_idle([DEVICE])
+
+
+def test_nothing_is_asked_while_a_thread_captures(streams: list[Stream]) -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with devices.undisturbed():
+            begun.set()
+            done.wait(PATIENCE)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(PATIENCE)
+    for stream in streams:
+        stream.state = "captures"
+    assert not devices.are_idle([DEVICE])  # and does not wait for the other thread
+    with devices.queueing_on([DEVICE]) as copies:
+        assert copies is None
+    done.set()
+    thread.join(PATIENCE)
+    for stream in streams:
+        stream.state = "idle"
+    assert devices.are_idle([DEVICE])
 
 
 def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
