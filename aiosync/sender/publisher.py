@@ -142,7 +142,7 @@ class Publisher:
                 publication.writes.append(write)
                 publication.nbytes += given.nbytes
                 publication.sharded |= given.sharded
-                if not write.is_quick and write.devices:
+                if not write.is_quick and not write.settled:
                     await self._settle(write, deadline)
         except BaseException:
             self.discard(publication)

@@ -71,13 +71,21 @@ class Offloader:
         """Run ``work(cancelled)`` in a thread. ``cancelled()`` is true once the caller was cancelled."""
         return (await _run_all([(self._threads(), work)], []))[0]
 
-    async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
+    async def copy(
+        self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False, *, settled: bool = False
+    ) -> bool:
         """Copy in several threads, or by a device; returns false if ``cancelled()`` ended it early.
+
+        Args:
+            pairs: (destination, source).
+            cancelled: whether to stop.
+            settled: :meth:`settle` was awaited for the CUDA devices of all these tensors, and nothing that
+                was queued there since uses the same memory.
 
         Raises:
             InvalidArgumentError: the shapes of a pair differ, or a source's memory was freed.
         """
-        queued = queue_copy(pairs)
+        queued = queue_copy(pairs, settled=settled)
         if queued is not None:
             until = time.perf_counter() + _SOON
             while not (done := queued.are_done()) and time.perf_counter() < until:
@@ -106,7 +114,7 @@ class Offloader:
             for threads, lane in zip(self._threads_of(len(lanes)), lanes, strict=True)
         ]
         if rest:
-            works.append((self._threads(), partial(run, partial(copy_with_torch, rest))))
+            works.append((self._threads(), partial(run, partial(copy_with_torch, rest, settled=settled))))
         copied = await _run_all(works, submitted)
         return all(copied)
 

@@ -251,11 +251,14 @@ def _copy_ranges(alive: Pairs, left: Iterator[Range], streamed: bool, cancelled:
     return True
 
 
-def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
-    """Copy with torch's kernels; returns false if ``cancelled()`` ended the copy early."""
+def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool], *, settled: bool = False) -> bool:
+    """Copy with torch's kernels; returns false if ``cancelled()`` ended the copy early.
+
+    ``settled``: the caller has waited for the CUDA devices, see :func:`copying_on`.
+    """
     for _, source in pairs:
         _check_memory(source)
-    with torch.no_grad(), copying_on(cuda_devices(chain.from_iterable(pairs))) as copies:
+    with torch.no_grad(), copying_on(cuda_devices(chain.from_iterable(pairs)), settled=settled) as copies:
         for batch in _batches(pairs):
             if cancelled():
                 return False
@@ -267,11 +270,12 @@ def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
     return True
 
 
-def queue_copy(pairs: Pairs) -> QueuedCopies | None:
+def queue_copy(pairs: Pairs, *, settled: bool = False) -> QueuedCopies | None:
     """Queue a copy to, from or within CUDA devices, without blocking.
 
-    Returns None, and does nothing, if that would block: a device is not idle, or its copy needs this
-    processor. Also for tensors on the CPU alone, and for those of other shapes than their destinations.
+    Returns None, and does nothing, if that would block: the copy needs this processor, or a device is not
+    idle. With ``settled`` it need not be, see :func:`copying_on`. Also for tensors on the CPU alone, and for
+    those of other shapes than their destinations.
     """
     if not pairs or not (pairs[0][0].is_cuda or pairs[0][1].is_cuda):
         return None
@@ -281,7 +285,7 @@ def queue_copy(pairs: Pairs) -> QueuedCopies | None:
         return None
     if not all(d.shape == s.shape and _can_be_queued(d, s) for d, s in pairs):
         return None
-    with torch.no_grad(), queueing_on(devices) as queued:
+    with torch.no_grad(), queueing_on(devices, settled=settled) as queued:
         if queued is not None:
             torch._foreach_copy_([d for d, _ in pairs], [s for _, s in pairs], non_blocking=True)
     return queued

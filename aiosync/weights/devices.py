@@ -175,12 +175,12 @@ def _ask_for_capture() -> Callable[..., int] | None:
 @cache
 def _streams_of(device: torch.device) -> list[tuple[torch.cuda.Stream, ctypes.c_void_p | None]]:
     """All streams that torch has on a device, each with its handle; None for the default stream."""
-    streams = {torch.cuda.default_stream(device)}
+    streams = {torch.cuda.default_stream(device): None}  # the first one that is asked: most work is in it
     for priority in _PRIORITIES:
         wanted = len(streams) + _POOL
         for _ in range(4 * _POOL):  # more than one round: other threads may take some
             if len(streams) < wanted:
-                streams.add(torch.cuda.Stream(device, priority))
+                streams[torch.cuda.Stream(device, priority)] = None
     handles = ((stream, stream.cuda_stream) for stream in streams)
     return [(stream, ctypes.c_void_p(handle) if handle else None) for stream, handle in handles]
 
@@ -204,17 +204,22 @@ class QueuedCopies:
 
 
 @contextmanager
-def copying_on(devices: Collection[torch.device]) -> Iterator[QueuedCopies | None]:
+def copying_on(devices: Collection[torch.device], *, settled: bool = False) -> Iterator[QueuedCopies | None]:
     """Copy to, from and between these CUDA devices in the body. On exit the copies are done.
 
     Waits for the devices first. The copies have a stream of their own, so they do not wait for work that is
     queued meanwhile. Blocking. Yields None if there are no devices.
+
+    Args:
+        devices: the devices of all tensors that are copied.
+        settled: the caller has waited for the devices, and nothing that was queued since uses the memory.
     """
     if not devices:
         yield None
         return
     with sharing(), ExitStack() as stack:
-        wait_for_devices(devices)
+        if not settled:
+            wait_for_devices(devices)
         copies = QueuedCopies(devices)
         stack.callback(copies.wait)
         _enter_streams(stack, devices)
@@ -222,13 +227,14 @@ def copying_on(devices: Collection[torch.device]) -> Iterator[QueuedCopies | Non
 
 
 @contextmanager
-def queueing_on(devices: Collection[torch.device]) -> Iterator[QueuedCopies | None]:
+def queueing_on(devices: Collection[torch.device], *, settled: bool = False) -> Iterator[QueuedCopies | None]:
     """Queue copies to, from and between these CUDA devices in the body, as :func:`copying_on`. Does not wait.
 
-    Yields None if a device is not idle, or if a thread captures a CUDA graph: then the body may not copy.
+    Yields None if a device is not idle and not ``settled``, or if a thread captures a CUDA graph: then the
+    body may not copy.
     """
     with _use().shared(wait=False) as free, ExitStack() as stack:
-        if not (free and _have_done(devices)):
+        if not (free and (settled or _have_done(devices))):
             yield None
             return
         copies = QueuedCopies(devices)

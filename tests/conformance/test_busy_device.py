@@ -69,7 +69,8 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(slot_write, "cuda_devices", all_on_device)
     monkeypatch.setattr(worker_group, "_INLINE_WRITE", -1)
     monkeypatch.setattr(_offload, "wait_for_devices", device.wait)
-    monkeypatch.setattr(_offload, "are_idle", device.is_idle)
+    for module in (_offload, slot_write):
+        monkeypatch.setattr(module, "are_idle", device.is_idle)
     yield device
     device.finish()
 
