@@ -233,7 +233,7 @@ class WeightApplier(Applier):
                 copy_few(pairs)
             else:
                 staged, pairs = await self._offloader.run(lambda _: back_buffers.stage(update, names))
-                await self._offloader.copy(pairs, settled=True)
+                await self._offloader.copy(pairs)
             if self.binding.ties:
                 self.binding.check(staged.views)
             if self._listener.cascades:

@@ -223,10 +223,11 @@ class WeightSender(SendingEndpoint):
                 # A user's strategy may extract entries that would be left out otherwise.
                 base = {name: text for name, text in base.items() if name not in tensors}
                 layout = Layout.of(tensors, cast=self.spec.cast, optional=optional, base=base)
-                allocate = partial(self._allocate, device=plan.device, sources=cuda_devices(tensors.values()))
+                devices = cuda_devices(tensors.values())
+                allocate = partial(self._allocate, device=plan.device, sources=devices)
                 pool = SlotPool(layout, allocate, self.spec.max_slots)
                 workers, streams = set(plan.workers), self.transfer.streams
-                group = WorkerGroup(workers, plan.device, pool, self._offloader, streams)
+                group = WorkerGroup(workers, plan.device, pool, self._offloader, streams, devices)
                 self._groups.append(group)
                 # Two at once: the first send after this one then runs into warm pages too.
                 await group.reserve(2)

@@ -31,6 +31,7 @@ from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.slots import JointParts
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
+from aiosync.weights.devices import are_idle
 from aiosync.weights.layout import Layout
 
 
@@ -142,7 +143,7 @@ class Publisher:
                 publication.writes.append(write)
                 publication.nbytes += given.nbytes
                 publication.sharded |= given.sharded
-                if not write.is_quick and not write.settled:
+                if not write.is_quick and not are_idle(write.devices):
                     await self._settle(write, deadline)
         except BaseException:
             self.discard(publication)

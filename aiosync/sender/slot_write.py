@@ -17,7 +17,7 @@ from aiosync.transfer.slots import Lease, SlotVersion
 from aiosync.weights.arena import Slot
 from aiosync.weights.block_copy import BlockCopy, Filling
 from aiosync.weights.copying import copy_few, copy_to_places
-from aiosync.weights.devices import are_idle, cuda_devices
+from aiosync.weights.devices import cuda_devices
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
@@ -63,11 +63,6 @@ class SlotWrite(msgspec.Struct, eq=False):
         """The CUDA devices that the copy reads or writes."""
         return cuda_devices(chain.from_iterable(self.pairs))
 
-    @property
-    def settled(self) -> bool:
-        """Whether devices have computed the weights; otherwise call :meth:`settle`."""
-        return are_idle(self.devices)
-
     async def settle(self, deadline: Deadline) -> None:
         """Wait until devices have computed the weights. Nothing is written yet.
 
@@ -87,12 +82,14 @@ class SlotWrite(msgspec.Struct, eq=False):
             self.copy_at_once()
             return True
         self.begun = True
-        return await self.group.offloader.copy(self.pairs, cancelled, settled=True)
+        return await self.group.offloader.copy(self.pairs, cancelled)
 
     def copy_at_once(self) -> None:
         """Copy weights that are few bytes."""
         self.begun = True
-        if not copy_to_places(self.slot.places, self.tensors):
+        if self.tensors:
+            if copy_to_places(self.slot.places, self.tensors):
+                return
             views = self.slot.views
             names = [entry.name for entry in self.group.pool.layout.entries]
             self.pairs = [(views[name], tensor) for name, tensor in zip(names, self.tensors, strict=True)]

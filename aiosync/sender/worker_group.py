@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ class WorkerGroup:
     pool: SlotPool
     offloader: Offloader  # the threads that copy
     streams: Streams  # whether versions are sent block after block, and with checksums
+    sources: Collection[torch.device] = ()  # CUDA devices from which the weights come
     # Worker -> its connection; the registry adds and removes them.
     connections: dict[int, WorkerConnection] = field(default_factory=dict, init=False)
     # The newest version in a slot.
@@ -208,7 +210,7 @@ class WorkerGroup:
         return self._overflow_slot
 
     async def _grow(self) -> Slot:
-        if self.writes_inline:
+        if self.writes_inline and not self.sources:  # otherwise the slot's memory is pinned, which may wait
             return self.pool.grow()
         self.pool.growing += 1
         try:

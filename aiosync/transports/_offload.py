@@ -33,7 +33,7 @@ from aiosync.weights.copying import (
     queue_copy,
     split_plain,
 )
-from aiosync.weights.devices import are_idle, sharing, wait_for_devices
+from aiosync.weights.devices import QueuedCopies, are_idle, sharing, wait_for_devices
 
 T = TypeVar("T")
 
@@ -71,28 +71,18 @@ class Offloader:
         """Run ``work(cancelled)`` in a thread. ``cancelled()`` is true once the caller was cancelled."""
         return (await _run_all([(self._threads(), work)], []))[0]
 
-    async def copy(
-        self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False, *, settled: bool = False
-    ) -> bool:
+    async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Copy in several threads, or by a device; returns false if ``cancelled()`` ended it early.
 
-        Args:
-            pairs: (destination, source).
-            cancelled: whether to stop.
-            settled: :meth:`settle` was awaited for the CUDA devices of all these tensors, and nothing that
-                was queued there since uses the same memory.
+        No work that is queued on a CUDA device may use these tensors: call :meth:`settle` before.
 
         Raises:
             InvalidArgumentError: the shapes of a pair differ, or a source's memory was freed.
         """
-        queued = queue_copy(pairs, settled=settled)
+        queued = queue_copy(pairs)
         if queued is not None:
-            until = time.perf_counter() + _SOON
-            while not (done := queued.are_done()) and time.perf_counter() < until:
-                pass
-            if not done:
-                await self.run(lambda _: queued.wait())
-            return True
+            await self._finish(queued)
+            return not cancelled()
         plain, rest = split_plain(pairs)
         if nbytes_of(destination for destination, _ in plain) >= _LONG_COPY:
             await _free_processors()
@@ -114,9 +104,21 @@ class Offloader:
             for threads, lane in zip(self._threads_of(len(lanes)), lanes, strict=True)
         ]
         if rest:
-            works.append((self._threads(), partial(run, partial(copy_with_torch, rest, settled=settled))))
+            works.append((self._threads(), partial(run, partial(copy_with_torch, rest, settled=True))))
         copied = await _run_all(works, submitted)
         return all(copied)
+
+    async def _finish(self, queued: QueuedCopies) -> None:
+        """Wait until a device has done a copy; returns or raises only then, as :meth:`run`."""
+        try:
+            until = time.perf_counter() + _SOON
+            while not queued.are_done():
+                if time.perf_counter() > until:
+                    await self.run(lambda _: queued.wait())
+                    return
+        except BaseException:  # the system starts no more threads, or Ctrl-C
+            queued.wait()
+            raise
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:

@@ -29,12 +29,14 @@ INLINE_LIMIT = 256 * 1024
 _PIECE = 32 * 1024 * 1024
 """Bytes that torch copies between two checks for cancellation."""
 
-_MOST_QUEUED = 2 << 30, 128 << 20
-"""Most bytes of a copy that is queued at once: within a device's memory, which takes 2 ms or less, and to or
-from the processor's memory. What is queued cannot be cancelled."""
+_QUEUED_ON_DEVICE = 2 << 30
+_QUEUED_TO_HOST = 128 << 20
+"""Most bytes of a copy that is queued at once: within a device's memory, where it takes 2 ms or less, and
+through the processor's memory. What is queued cannot be cancelled."""
 
-_MOST_CALLS = 256, 64
-"""Most tensors of such a copy: each tensor takes the calling thread time."""
+_CALLS_ON_DEVICE = 256
+_CALLS_TO_HOST = 64
+"""Most tensors of such a copy: each one takes the calling thread time, more if it is copied by itself."""
 
 _GRAIN = 32 * 1024
 """torch uses OpenMP threads for an operation on this many elements or more."""
@@ -114,7 +116,7 @@ def copy_to_places(places: Iterable[Place], sources: Iterable[Tensor]) -> bool:
         if source.dtype is not dtype or source.shape != shape or not _is_plain_memory(source):
             return False
         address = source.data_ptr()
-        if not address:
+        if nbytes and not address:
             return False
         ctypes.memmove(place, address, nbytes)
     return True
@@ -258,48 +260,55 @@ def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool], *, settled: boo
     """
     for _, source in pairs:
         _check_memory(source)
-    with torch.no_grad(), copying_on(cuda_devices(chain.from_iterable(pairs)), settled=settled) as copies:
+    devices = cuda_devices(chain.from_iterable(pairs))
+    with torch.no_grad(), copying_on(devices, settled=settled) as copies:
         for batch in _batches(pairs):
             if cancelled():
                 return False
             # Otherwise the device finishes each tensor's copy before the next one's is queued.
-            ahead = bool(copies) and all(_can_be_queued(*pair) for pair in batch)
-            torch._foreach_copy_([d for d, _ in batch], [s for _, s in batch], non_blocking=ahead)
-            if copies:
-                copies.wait()
+            ahead = bool(devices) and all(_can_be_queued(*pair) for pair in batch)
+            copies.add([d for d, _ in batch], [s for _, s in batch], non_blocking=ahead)
+            copies.wait()
     return True
 
 
-def queue_copy(pairs: Pairs, *, settled: bool = False) -> QueuedCopies | None:
-    """Queue a copy to, from or within CUDA devices, without blocking.
+def queue_copy(pairs: Pairs) -> QueuedCopies | None:
+    """Queue a copy to, from or within CUDA devices that the caller has waited for, without blocking.
 
-    Returns None, and does nothing, if that would block: the copy needs this processor, or a device is not
-    idle. With ``settled`` it need not be, see :func:`copying_on`. Also for tensors on the CPU alone, and for
-    those of other shapes than their destinations.
+    Returns None, and does nothing, if that might block: the copy needs this processor or is long, or a thread
+    captures a CUDA graph. Also for tensors on the CPU alone, and for those of other shapes than their
+    destinations.
     """
-    if not pairs or not (pairs[0][0].is_cuda or pairs[0][1].is_cuda):
+    if len(pairs) > _CALLS_ON_DEVICE:
         return None
     devices = cuda_devices(chain.from_iterable(pairs))
-    outside = len(devices) > 1 or any(d.device != s.device for d, s in pairs)
-    if len(pairs) > _MOST_CALLS[outside] or nbytes_of(d for d, _ in pairs) > _MOST_QUEUED[outside]:
+    if not devices:
         return None
-    if not all(d.shape == s.shape and _can_be_queued(d, s) for d, s in pairs):
+    nbytes = nbytes_of(destination for destination, _ in pairs)
+    through_host = len(devices) > 1 or any(d.device != s.device for d, s in pairs)
+    if through_host and (len(pairs) > _CALLS_TO_HOST or nbytes > _QUEUED_TO_HOST):
         return None
-    with torch.no_grad(), queueing_on(devices, settled=settled) as queued:
-        if queued is not None:
-            torch._foreach_copy_([d for d, _ in pairs], [s for _, s in pairs], non_blocking=True)
-    return queued
+    if nbytes > _QUEUED_ON_DEVICE:
+        return None
+    # Detached, so that they keep their memory if a parameter's .data is replaced during the copy.
+    pairs = [(destination.detach(), source.detach()) for destination, source in pairs]
+    with torch.no_grad(), queueing_on(devices) as copies:
+        if copies is None or not all(d.shape == s.shape and _can_be_queued(d, s) for d, s in pairs):
+            return None
+        copies.add([d for d, _ in pairs], [s for _, s in pairs], non_blocking=True)
+    return copies
 
 
 def _can_be_queued(destination: Tensor, source: Tensor) -> bool:
-    """Return whether torch only queues such a copy: it neither converts nor reads pages on the CPU."""
+    """Return whether torch only queues such a copy on a device: nothing is copied or converted by the CPU."""
     if type(source).__torch_dispatch__ is not _NO_DISPATCH:
         return False
     if destination.is_cuda and source.is_cuda:
         return True
-    alike = destination.dtype is source.dtype and destination.is_contiguous() and source.is_contiguous()
-    host = source if destination.is_cuda else destination
-    return alike and host.is_cpu and host.is_pinned()
+    host, other = (source, destination) if destination.is_cuda else (destination, source)
+    if not (host.is_cpu and other.is_cuda and destination.dtype is source.dtype):
+        return False
+    return destination.is_contiguous() and source.is_contiguous() and host.is_pinned()
 
 
 def _batches(pairs: Pairs) -> Iterator[Pairs]:

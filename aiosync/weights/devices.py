@@ -147,10 +147,10 @@ def _streams_that_run(device: torch.device) -> Iterator[torch.cuda.Stream]:
     for stream, handle in _streams_of(device):
         if handle is None:  # the default stream, which cannot capture
             yield stream
-        elif ask is None:
+        elif ask is None or ask(handle, place):  # torch raises CUDA's error
             if not _captures(stream):
                 yield stream
-        elif ask(handle, place) == 0 and not status.value:
+        elif not status.value:
             yield stream
 
 
@@ -186,75 +186,94 @@ def _streams_of(device: torch.device) -> list[tuple[torch.cuda.Stream, ctypes.c_
 
 
 class QueuedCopies:
-    """Copies in the streams of this package's copies, one on each of some CUDA devices."""
+    """Copies in the streams of this package's copies, one stream on each of some CUDA devices.
 
-    def __init__(self, devices: Collection[torch.device]) -> None:
-        self._devices = devices
+    Keep this object until they are done: it has the tensors. Torch would give freed memory to other work,
+    as it does not know that these streams use it.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams = [_stream_of(device) for device in devices]
+        self._tensors: list[Tensor] = []
+
+    def add(self, destinations: list[Tensor], sources: list[Tensor], *, non_blocking: bool) -> None:
+        """Copy these tensors, in the body of :func:`copying_on` or :func:`queueing_on`."""
+        self._tensors += destinations + sources
+        torch._foreach_copy_(destinations, sources, non_blocking=non_blocking)
 
     def are_done(self) -> bool:
         """Return whether the devices have done them. Does not block, as :func:`are_idle`."""
         with _use().shared(wait=False) as free:
-            return free and all(_stream_of(device).query() for device in self._devices)
+            return free and all(stream.query() for stream in self._streams)
 
     def wait(self) -> None:
         """Wait until the devices have done them. Blocking."""
-        with sharing():
-            for device in self._devices:
-                _stream_of(device).synchronize()
+        if self._streams:
+            with sharing():
+                for stream in self._streams:
+                    stream.synchronize()
+        self._tensors.clear()
+
+    @contextmanager
+    def in_their_streams(self) -> Iterator[None]:
+        """What is queued in the body goes to these streams. If the body raises, wait for it."""
+        try:
+            with ExitStack() as stack:
+                for stream in self._streams:
+                    stack.enter_context(torch.cuda.device(stream.device))
+                    stack.enter_context(torch.cuda.stream(stream))
+                yield
+        except BaseException:
+            self.wait()
+            raise
 
 
 @contextmanager
-def copying_on(devices: Collection[torch.device], *, settled: bool = False) -> Iterator[QueuedCopies | None]:
+def copying_on(devices: Collection[torch.device], *, settled: bool = False) -> Iterator[QueuedCopies]:
     """Copy to, from and between these CUDA devices in the body. On exit the copies are done.
 
     Waits for the devices first. The copies have a stream of their own, so they do not wait for work that is
-    queued meanwhile. Blocking. Yields None if there are no devices.
+    queued meanwhile. Blocking.
 
     Args:
         devices: the devices of all tensors that are copied.
         settled: the caller has waited for the devices, and nothing that was queued since uses the memory.
     """
     if not devices:
-        yield None
+        yield QueuedCopies(())
         return
-    with sharing(), ExitStack() as stack:
+    with sharing():
         if not settled:
             wait_for_devices(devices)
         copies = QueuedCopies(devices)
-        stack.callback(copies.wait)
-        _enter_streams(stack, devices)
-        yield copies
+        with copies.in_their_streams():
+            yield copies
+        copies.wait()
 
 
 @contextmanager
-def queueing_on(devices: Collection[torch.device], *, settled: bool = False) -> Iterator[QueuedCopies | None]:
-    """Queue copies to, from and between these CUDA devices in the body, as :func:`copying_on`. Does not wait.
+def queueing_on(devices: Collection[torch.device]) -> Iterator[QueuedCopies | None]:
+    """Queue copies to, from and between these CUDA devices in the body, as :func:`copying_on`. Does not wait:
+    the devices are settled.
 
-    Yields None if a device is not idle and not ``settled``, or if a thread captures a CUDA graph: then the
-    body may not copy.
+    Yields None while a thread captures a CUDA graph: then the body may not use a device.
     """
-    with _use().shared(wait=False) as free, ExitStack() as stack:
-        if not (free and (settled or _have_done(devices))):
+    with _use().shared(wait=False) as free:
+        if not free:
             yield None
             return
         copies = QueuedCopies(devices)
-        _enter_streams(stack, devices)
-        try:
+        with copies.in_their_streams():
             yield copies
-        except BaseException:
-            copies.wait()
-            raise
 
 
-def _enter_streams(stack: ExitStack, devices: Iterable[torch.device]) -> None:
-    for device in devices:
-        stack.enter_context(torch.cuda.device(device))
-        stack.enter_context(torch.cuda.stream(_stream_of(device)))
+_own_streams: dict[torch.device, torch.cuda.Stream] = {}
+"""For copies, one on each CUDA device."""
 
 
-@cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # setdefault: two threads may come here first.
+    return _own_streams.get(device) or _own_streams.setdefault(device, torch.cuda.Stream(device))
 
 
 def allocate_on(device: torch.device, nbytes: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aiosync import NotConnectedError, SyncTimeoutError
 from aiosync.receiver import applier, staging
-from aiosync.sender import slot_write, worker_group
+from aiosync.sender import publisher, slot_write, worker_group
 from aiosync.transports import _offload
 from aiosync.weights import binding
 from tests.kit.cases import SchemeCase, named
@@ -69,7 +69,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(slot_write, "cuda_devices", all_on_device)
     monkeypatch.setattr(worker_group, "_INLINE_WRITE", -1)
     monkeypatch.setattr(_offload, "wait_for_devices", device.wait)
-    for module in (_offload, slot_write):
+    for module in (_offload, publisher):
         monkeypatch.setattr(module, "are_idle", device.is_idle)
     yield device
     device.finish()

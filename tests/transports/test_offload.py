@@ -1,10 +1,12 @@
 """Threads: detached ones do their queued work, also if the process ends first. Copies use all processors."""
 
+import asyncio
 import multiprocessing
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from aiosync import _processors
 from aiosync.transports import _offload
 from aiosync.transports._offload import DetachedThread, Offloader
 from aiosync.weights.copying import copy_with_torch
-from tests.kit.clock import PATIENCE, within
+from tests.kit.clock import PATIENCE, eventually, within
 from tests.test_processors import ROOT, needs_openmp
 
 
@@ -112,9 +114,9 @@ async def test_no_lane_is_cancelled_before_all_is_copied(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "get_num_threads", _processors.processors)
     offloader, free = Offloader("aiosync-test"), threading.Event()
 
-    def copy(*args: Any) -> bool:
+    def copy(*args: Any, **options: Any) -> bool:
         try:
-            return copy_with_torch(*args)
+            return copy_with_torch(*args, **options)
         finally:
             threading.Timer(0.1, free.set).start()
 
@@ -128,6 +130,80 @@ async def test_no_lane_is_cancelled_before_all_is_copied(monkeypatch: pytest.Mon
     finally:
         free.set()
         offloader.close()
+
+
+class Queued:
+    """A copy that a device has not done until :attr:`done`."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.waited = False
+
+    def are_done(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self) -> None:
+        self.waited = True
+        assert self.done.wait(PATIENCE)
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> Queued:
+    """What each copy is."""
+    found = Queued()
+    monkeypatch.setattr(_offload, "queue_copy", lambda pairs: found)
+    return found
+
+
+@pytest.fixture
+def offloader() -> Iterator[Offloader]:
+    found = Offloader("aiosync-test")
+    yield found
+    found.close()
+
+
+async def test_a_copy_that_a_device_has_done_needs_no_thread(offloader: Offloader, queued: Queued) -> None:
+    queued.done.set()
+    assert await offloader.copy([])
+    assert not await offloader.copy([], lambda: True)
+    assert not queued.waited
+    assert offloader._executor is None
+
+
+async def test_a_thread_waits_for_a_device(offloader: Offloader, queued: Queued) -> None:
+    copying = asyncio.create_task(offloader.copy([]))
+    await eventually(lambda: queued.waited, "the wait")  # the event loop runs
+    assert not copying.done()
+    queued.done.set()
+    assert await within(copying)
+
+
+async def test_a_cancelled_copy_ends_when_the_device_has_done_it(
+    offloader: Offloader, queued: Queued
+) -> None:
+    copying = asyncio.create_task(offloader.copy([]))
+    await eventually(lambda: queued.waited, "the wait")
+    for _ in range(3):
+        copying.cancel()
+        await asyncio.sleep(0.01)
+        assert not copying.done()
+    queued.done.set()
+    with pytest.raises(asyncio.CancelledError):
+        await within(copying)
+
+
+async def test_a_copy_that_no_thread_can_wait_for_is_waited_for(
+    offloader: Offloader, queued: Queued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*args: object) -> None:
+        threading.Timer(0.05, queued.done.set).start()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(offloader, "run", cannot)
+    with pytest.raises(RuntimeError, match="new thread"):
+        await offloader.copy([])
+    assert queued.waited
+    assert queued.done.is_set()
 
 
 _CONVERT = """

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import threading
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,11 @@ def make_attached() -> Segment:
     return Segment.attach(owner.handle_for(0))
 
 
-@pytest.mark.parametrize("make", [make_private, make_shared, make_attached])
+def make_small() -> Segment:
+    return Segment.shared(4096)
+
+
+@pytest.mark.parametrize("make", [make_private, make_shared, make_attached, make_small])
 def test_memory_is_pinned_once_until_nothing_views_it(runtime: Runtime, make: Any) -> None:
     segment = make()
     address, view = segment.buffer.data_ptr(), segment.buffer[MIB : 2 * MIB]
@@ -140,6 +145,8 @@ def test_a_capture_is_alone(runtime: Runtime) -> None:
 class Stream:
     """A stream of CUDA that is idle, busy, or captures a graph: then it may not be asked."""
 
+    device = DEVICE
+
     def __init__(self, state: str = "idle") -> None:
         self.state = state
 
@@ -148,7 +155,7 @@ class Stream:
         return self.state == "idle"
 
     def synchronize(self) -> None:
-        assert self.state == "busy"
+        assert self.state != "captures"
         self.state = "idle"
 
 
@@ -183,6 +190,57 @@ def test_a_stream_that_captures_is_not_asked(streams: list[Stream]) -> None:
     devices.wait_for_devices([DEVICE])
     streams[3].state = "busy"
     assert not devices.are_idle([DEVICE])
+
+
+@pytest.fixture
+def own(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The stream of this package's copies."""
+    found = Stream()
+    monkeypatch.setattr(devices, "_own_streams", {DEVICE: found})
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    return found
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_copies_wait_for_a_device_that_is_not_settled(
+    streams: list[Stream], own: Stream, settled: bool
+) -> None:
+    streams[1].state = "busy"
+    with devices.copying_on([DEVICE], settled=settled):
+        assert streams[1].state == ("busy" if settled else "idle")
+        own.state = "busy"
+    assert own.state == "idle"
+
+
+def test_queued_copies_are_waited_for_by_the_caller_or_if_an_error_ends_them(
+    streams: list[Stream], own: Stream
+) -> None:
+    memory = torch.ones(8)
+    kept = weakref.ref(memory)
+    with devices.queueing_on([DEVICE]) as copies:
+        assert copies is not None
+        copies.add([torch.zeros(8)], [memory], non_blocking=True)
+        own.state = "busy"
+    del memory
+    assert kept() is not None
+    assert not copies.are_done()
+    copies.wait()
+    assert copies.are_done()
+    assert kept() is None
+    with pytest.raises(KeyError), devices.queueing_on([DEVICE]):
+        own.state = "busy"
+        raise KeyError
+    assert own.state == "idle"
+
+
+def test_an_error_of_cuda_is_not_a_capture(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks again, and raises the error."""
+    monkeypatch.setattr(devices, "_ask_for_capture", lambda: lambda handle, status: 1)
+    monkeypatch.setattr(devices, "_captures", lambda stream: stream.state == "captures")
+    streams[2].state, streams[3].state = "captures", "busy"
+    assert not devices.are_idle([DEVICE])
+    devices.wait_for_devices([DEVICE])
+    assert devices.are_idle([DEVICE])
 
 
 def test_nothing_is_asked_while_a_thread_captures(streams: list[Stream]) -> None:
