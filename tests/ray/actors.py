@@ -78,10 +78,11 @@ class Roller(WeightActorMixin):
         """What the policy holds."""
         return value_of(self.policy)
 
-    async def rollout(self, passes: int) -> list[tuple[int, float, float]]:
-        """(version, value at the beginning of the body, value at its end) of so many."""
-        seen = []
-        for _ in range(passes):
+    async def rollout(self, passes: int, versions: int) -> list[tuple[int, float, float]]:
+        """(version, value at the beginning of the body, value at its end) of at least so many bodies, in
+        which there were at least so many versions."""
+        seen: list[tuple[int, float, float]] = []
+        while len(seen) < passes or len({version for version, _, _ in seen}) < versions:
             async with self.pinned() as version:
                 before = value_of(self.policy)
                 await asyncio.sleep(0.002)
