@@ -117,7 +117,8 @@ class Offloader:
                     await self.run(lambda _: queued.wait())
                     return
         except BaseException:  # the system starts no more threads, or Ctrl-C
-            queued.wait()
+            if not queued.waited:
+                queued.wait()
             raise
 
     def _threads(self) -> ThreadPoolExecutor:

@@ -53,7 +53,8 @@ class BlockCopy(Filling):
 
     Args:
         buffer: 1-D uint8, in CPU memory; its first ``nbytes`` bytes are in use.
-        pairs: (view of the buffer, source). The constructor copies those that ``memmove`` cannot copy.
+        pairs: (view of the buffer, source). The constructor copies those that ``memmove`` cannot copy; the
+            caller has waited for their devices.
         block: size of a block in bytes.
         checked: whether to compute checksums.
     """
@@ -62,7 +63,7 @@ class BlockCopy(Filling):
         self, buffer: Tensor, nbytes: int, pairs: Pairs, block: int, *, checked: bool = True
     ) -> None:
         plain, rest = split_plain(pairs)
-        copy_with_torch(rest, lambda: False)
+        copy_with_torch(rest, lambda: False, settled=True)
         ranges = sorted((d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain)
         self._memory = buffer.numpy().data[:nbytes]
         self._start = buffer.data_ptr()

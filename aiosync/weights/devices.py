@@ -29,8 +29,6 @@ from torch import Tensor
 _POOL = 32
 """Streams that torch has for each priority; ``torch.cuda.Stream()`` returns them in turn."""
 
-_PRIORITIES = (0, -1)
-
 _pinnable: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
 """Address -> the mapped memory there, until it is pinned."""
 
@@ -123,8 +121,9 @@ def wait_for_devices(devices: Collection[torch.device]) -> None:
 def are_idle(devices: Collection[torch.device]) -> bool:
     """Return whether these CUDA devices have done all work that this process has queued, in torch's streams.
 
-    Takes about 0.1 ms for each device, a fifth of what a thread takes that waits for it. Does not block:
-    while a thread captures a CUDA graph, it returns False.
+    Takes 1.3 us for each stream, of which there are 129 on a GPU with four priorities. A thread that waits
+    for them takes several times as long. Does not block: while a thread captures a CUDA graph, it returns
+    False.
     """
     if not devices:
         return True
@@ -176,7 +175,8 @@ def _ask_for_capture() -> Callable[..., int] | None:
 def _streams_of(device: torch.device) -> list[tuple[torch.cuda.Stream, ctypes.c_void_p | None]]:
     """All streams that torch has on a device, each with its handle; None for the default stream."""
     streams = {torch.cuda.default_stream(device): None}  # the first one that is asked: most work is in it
-    for priority in _PRIORITIES:
+    least, greatest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
+    for priority in range(least, greatest - 1, -1):  # a greater priority is a smaller number
         wanted = len(streams) + _POOL
         for _ in range(4 * _POOL):  # more than one round: other threads may take some
             if len(streams) < wanted:
@@ -195,10 +195,12 @@ class QueuedCopies:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._streams = [_stream_of(device) for device in devices]
         self._tensors: list[Tensor] = []
+        self.waited = False  # until they were done
 
     def add(self, destinations: list[Tensor], sources: list[Tensor], *, non_blocking: bool) -> None:
         """Copy these tensors, in the body of :func:`copying_on` or :func:`queueing_on`."""
         self._tensors += destinations + sources
+        self.waited = False
         torch._foreach_copy_(destinations, sources, non_blocking=non_blocking)
 
     def are_done(self) -> bool:
@@ -213,6 +215,7 @@ class QueuedCopies:
                 for stream in self._streams:
                     stream.synchronize()
         self._tensors.clear()
+        self.waited = True
 
     @contextmanager
     def in_their_streams(self) -> Iterator[None]:

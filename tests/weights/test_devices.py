@@ -8,8 +8,10 @@ import os
 import threading
 import weakref
 from contextlib import nullcontext
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -173,6 +175,27 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     monkeypatch.setattr(devices, "_ask_for_capture", lambda: ask)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     return found
+
+
+def test_all_of_torchs_streams_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has 32 of each priority, and returns them in turn."""
+    default, pools = Mock(cuda_stream=0), {p: [Mock(cuda_stream=1) for _ in range(32)] for p in range(-3, 1)}
+    turns = {priority: cycle(pool) for priority, pool in pools.items()}
+
+    class Streams:
+        priority_range = staticmethod(lambda: (0, -3))
+
+        def __new__(cls, device: torch.device, priority: int) -> Any:
+            return next(turns[priority])
+
+    monkeypatch.setattr(torch.cuda, "Stream", Streams)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
+    for priority in pools:
+        next(turns[priority])  # a user's
+    found = devices._streams_of.__wrapped__(DEVICE)
+    assert found[0] == (default, None)
+    assert {id(stream) for stream, _ in found[1:]} == {id(s) for pool in pools.values() for s in pool}
+    assert all(handle is not None for _, handle in found[1:])
 
 
 @pytest.mark.parametrize("busy", [0, 1, 3])

@@ -45,11 +45,12 @@ def test_nothing_is_queued_for_the_cpu() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("side", [False, True])
-def test_a_gpu_is_idle_when_all_its_work_is_done(symbol: None, side: bool) -> None:
+@pytest.mark.parametrize("priority", [None, 0, -1, -2, -3])
+def test_a_gpu_is_idle_when_all_its_work_is_done(symbol: None, priority: int | None) -> None:
+    """``priority``: of a stream that has work; None: the default stream."""
     devices.wait_for_devices([DEVICE])
     assert devices.are_idle([DEVICE])
-    with torch.cuda.stream(torch.cuda.Stream(DEVICE) if side else None):
+    with torch.cuda.stream(None if priority is None else torch.cuda.Stream(DEVICE, priority)):
         occupy(str(DEVICE), 0.3)
     assert not devices.are_idle([DEVICE])
     devices.wait_for_devices([DEVICE])
