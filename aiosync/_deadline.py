@@ -34,10 +34,9 @@ _SAMPLE = 0.5
 
 def default_timeout() -> float:
     """Return the seconds of the environment variable ``AIOSYNC_TIMEOUT``, else :data:`_DEFAULT_TIMEOUT`."""
-    # get() raises and catches two errors for a name that is not there, in each send.
-    if "AIOSYNC_TIMEOUT" not in os.environ:
+    text = os.environ.get("AIOSYNC_TIMEOUT")
+    if text is None:
         return _DEFAULT_TIMEOUT
-    text = os.environ["AIOSYNC_TIMEOUT"]
     try:
         seconds = float(text)
     except ValueError:
