@@ -17,6 +17,10 @@ from aiosync.weights.module_binding import LentViews
 from aiosync.weights.segment import Segment
 from aiosync.weights.target import WeightTarget, receiver_tensors
 
+_QUICK_COPY = 2 << 20
+"""Most bytes that are copied on the event loop from one memory to another: about a quarter of a millisecond.
+A thread has to wait for a processor, where workers act."""
+
 
 class StagingBuffers:
     """Turns an update that has arrived into the tensors to commit.
@@ -48,6 +52,8 @@ class StagingBuffers:
         self._buffers = _double_buffers(binding, inbound, device, not private and not self.views_sender)
         # Whether entries are staged in other dtypes than they are sent in.
         self.converts = any(buffer.converts for buffer in self._buffers)
+        alike = inbound.access is MemoryAccess.READ_ONCE and not self.converts
+        self._quick = _QUICK_COPY if alike else INLINE_LIMIT
         everything = frozenset(binding.layout.names)
         staged = frozenset(name for buffer in self._buffers for name in buffer.names)
         self._own = everything if private else staged
@@ -87,7 +93,7 @@ class StagingBuffers:
 
     def is_quick(self, update: Update) -> bool:
         """Whether staging moves so few bytes that a thread would take longer."""
-        small = self._layout.nbytes <= INLINE_LIMIT and not self.devices  # a copy waits for those
+        small = self._layout.nbytes <= self._quick and not self.devices  # a copy waits for those
         return small or (not self._buffers and self._inbound.is_quick(update))
 
     def names_of(self, update: Update, version: int) -> Collection[str] | None:

@@ -26,7 +26,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Copies the weights once per update into a buffer, which each worker maps copy-on-write.
 
     A worker may write into its parameters: only the pages that it writes are copied, and they are private to
-    it. If the buffer is on a CUDA device, or the system is not Linux, each worker copies it into a back slot.
+    it. If the buffer has less than 2 MiB or is on a CUDA device, or the system is not Linux, each worker
+    copies it into a back slot.
 
     Memory: as :class:`~aiosync.SharedMemWeightSyncScheme`, and in a worker the pages that it writes, at most
     once per buffer; two slots if it copies.

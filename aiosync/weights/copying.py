@@ -86,7 +86,7 @@ def copy_pairs(pairs: Pairs) -> None:
 
 
 def copy_few(pairs: Pairs) -> None:
-    """Copy at most about :data:`INLINE_LIMIT` bytes, without lanes; otherwise as :func:`copy_pairs`."""
+    """Copy a few megabytes at most, without lanes; otherwise as :func:`copy_pairs`."""
     rest: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
         destination, source = pair
