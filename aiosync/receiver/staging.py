@@ -10,16 +10,12 @@ from torch import Tensor
 from aiosync.protocol.frames import Update
 from aiosync.transfer.base import InboundTransfer, MemoryAccess
 from aiosync.weights.binding import Binding, Staged
-from aiosync.weights.copying import INLINE_LIMIT, Pairs
+from aiosync.weights.copying import INLINE_LIMIT, QUICK_COPY, Pairs
 from aiosync.weights.devices import cuda_devices, pin_memory_of, wait_for_devices
 from aiosync.weights.layout import Layout
 from aiosync.weights.module_binding import LentViews
 from aiosync.weights.segment import Segment
 from aiosync.weights.target import WeightTarget, receiver_tensors
-
-_QUICK_COPY = 2 << 20
-"""Most bytes that are copied on the event loop from one memory to another: about a quarter of a millisecond.
-A thread has to wait for a processor, where workers act."""
 
 
 class StagingBuffers:
@@ -52,8 +48,9 @@ class StagingBuffers:
         self._buffers = _double_buffers(binding, inbound, device, not private and not self.views_sender)
         # Whether entries are staged in other dtypes than they are sent in.
         self.converts = any(buffer.converts for buffer in self._buffers)
+        # Most bytes that are staged on the event loop.
         alike = inbound.access is MemoryAccess.READ_ONCE and not self.converts
-        self._quick = _QUICK_COPY if alike else INLINE_LIMIT
+        self._quick = QUICK_COPY if alike else INLINE_LIMIT
         everything = frozenset(binding.layout.names)
         staged = frozenset(name for buffer in self._buffers for name in buffer.names)
         self._own = everything if private else staged

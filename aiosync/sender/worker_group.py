@@ -30,16 +30,12 @@ from aiosync.transfer.base import Streams
 from aiosync.transfer.slots import ChangeLog, JointParts, Lease, LeaseKind, SlotPool, SlotVersion
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Slot
+from aiosync.weights.copying import QUICK_COPY
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import is_sharded
 
 if TYPE_CHECKING:
     from aiosync.sender.connection import WorkerConnection
-
-_INLINE_WRITE = 2 * 1024 * 1024
-"""Largest version in bytes that is copied from this process's memory without a thread. The copy takes a
-fraction of a millisecond. Where workers compute on every processor, each way to a thread and back may take
-several."""
 
 
 @dataclass(eq=False, repr=False)
@@ -72,7 +68,7 @@ class WorkerGroup:
 
     def __post_init__(self) -> None:
         # Whether a version is so small that no thread is needed to write it from this process's memory.
-        self.writes_inline = self.device.type == "cpu" and self.pool.layout.nbytes <= _INLINE_WRITE
+        self.writes_inline = self.device.type == "cpu" and self.pool.layout.nbytes <= QUICK_COPY
 
     async def reserve(self, count: int) -> None:
         """Allocate this many slots."""

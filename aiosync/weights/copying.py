@@ -26,6 +26,10 @@ from aiosync.weights.streaming import WORTH_STREAMING, Move, streaming_move
 INLINE_LIMIT = 256 * 1024
 """Largest copy in bytes that takes less time here than a round trip to a thread."""
 
+QUICK_COPY = 2 * 1024 * 1024
+"""Largest copy in bytes, within plain memory, for which an event loop needs no thread. It takes a fraction of
+a millisecond. Where workers compute on every processor, each way to a thread and back may take several."""
+
 _PIECE = 32 * 1024 * 1024
 """Bytes that torch copies between two checks for cancellation."""
 

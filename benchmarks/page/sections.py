@@ -69,7 +69,9 @@ SECTIONS = (
         "With one thread a send waits for workers that were preempted in the middle of a forward pass. A "
         "worker that has used up its share of a core runs again at a tick of the kernel, 4 ms apart here. "
         "torchrl writes into its workers' memory at any time, also in the middle of a forward pass. "
-        "Without aiosync's guard, which prevents that, four workers would compute about 5 % more.",
+        "Without aiosync's guard, which prevents that, four workers would compute about 5 % more. With "
+        "shared memory all workers read the same pages: two processes that computed such forward passes at "
+        "the same time, without any library, took 7 % longer with one memory for both than with a copy each.",
     ),
     Section(
         "fanout",

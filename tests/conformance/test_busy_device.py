@@ -67,7 +67,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """The trainer's weights are on it."""
     device = Device()
     monkeypatch.setattr(slot_write, "cuda_devices", all_on_device)
-    monkeypatch.setattr(worker_group, "_INLINE_WRITE", -1)
+    monkeypatch.setattr(worker_group, "QUICK_COPY", -1)
     monkeypatch.setattr(_offload, "wait_for_devices", device.wait)
     for module in (_offload, publisher):
         monkeypatch.setattr(module, "are_idle", device.is_idle)
