@@ -49,8 +49,8 @@ class StagingBuffers:
         # Whether entries are staged in other dtypes than they are sent in.
         self.converts = any(buffer.converts for buffer in self._buffers)
         # Most bytes that are staged on the event loop.
-        alike = inbound.access is MemoryAccess.READ_ONCE and not self.converts
-        self._quick = QUICK_COPY if alike else INLINE_LIMIT
+        plain = all(buffer.device.type == "cpu" and not buffer.converts for buffer in self._buffers)
+        self._quick = QUICK_COPY if plain and inbound.access is MemoryAccess.READ_ONCE else INLINE_LIMIT
         everything = frozenset(binding.layout.names)
         staged = frozenset(name for buffer in self._buffers for name in buffer.names)
         self._own = everything if private else staged

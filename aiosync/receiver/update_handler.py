@@ -107,6 +107,11 @@ class UpdateHandler:
                 )
                 self._skip()
                 return None
+        if pending.released and not applier.has_staged(pending):
+            # Staged for another model, and the memory that it arrived in may have a newer version by now.
+            self._give_up_joint(pending, "its model was replaced while its part waited")
+            self._skip()
+            return None
         try:
             if not applier.has_staged(pending):
                 pending.staged = None
@@ -180,7 +185,9 @@ class UpdateHandler:
     def _report_staged(self, pending: PendingUpdate) -> None:
         """Tell the sender that the update waits."""
         if self.pending is pending:  # and was not given back when the connection was lost
-            self.connection.session.staged(copied=not self.applier.needs_sender)
+            copied, inbound = not self.applier.needs_sender, self.applier.inbound
+            pending.released = copied and inbound is not None and inbound.access.lent
+            self.connection.session.staged(copied=copied)
             self.connection.flush()
 
     def answer(self, pending: PendingUpdate) -> None:

@@ -39,6 +39,8 @@ class PendingUpdate(msgspec.Struct, eq=False):
     seconds: dict[str, float] = {}
     # The event loop's time when its commit began to wait for readers.
     waits_since: float | None = None
+    # Whether the sender may write over the memory that it arrived in, since it is staged in another.
+    released: bool = False
     # Whether it is in service.
     committed: bool = False
 

@@ -32,8 +32,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     Memory: as :class:`~aiosync.SharedMemWeightSyncScheme`, and in a worker the pages that it writes, at most
     once per buffer; two slots if it copies.
 
-    A process that a worker forks sees the model change with the worker's updates, unless it has a copy of the
-    model or the worker uses ``commit="copy"``.
+    A process that a worker forks sees a model of 2 MiB or more change with the worker's updates, unless it
+    has a copy of the model or the worker uses ``commit="copy"``.
 
     A process can only be given queues while it is being started, so pass the scheme to ``Process``
     after ``init_on_sender``. A worker that was killed can be started again in the same way. The

@@ -81,6 +81,7 @@ class Arena:
     def remove(self, slot: Slot) -> None:
         """Release a slot's memory. Tensors that view it stay valid."""
         self.slots.remove(slot)
+        slot.version = -1
         slot.segment.close()
 
     def close(self) -> None:

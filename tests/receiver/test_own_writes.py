@@ -37,6 +37,22 @@ async def test_own_writes_are_ones_own_and_gone_with_the_next_update(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("commit", ["flip", "copy"])
+async def test_own_writes_survive_updates_of_other_entries(case: Any, size: int, commit: str) -> None:
+    async with LocalCluster(case, 1, model=lambda: Uniform(size=size), commit=commit) as cluster:
+        values = cluster.workers[0].model.values
+        for version in range(1, 7):  # often enough for each slot to be used again
+            with torch.no_grad():
+                values[1].fill_(-version)
+            given = {"values.0": torch.full((size,), float(version))}
+            assert (await within(cluster.scheme.send(given, strict=False))).ok
+            assert value_of([values[0].data]) == version
+            assert value_of([values[1].data]) == -version
+            assert value_of([values[2].data, values[3].data]) == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 async def test_own_writes_survive_the_sender(case: Any) -> None:
     cluster = LocalCluster(case, 1, model=lambda: Uniform(size=SIZES[1]))
     async with cluster:
@@ -79,15 +95,16 @@ async def test_a_process_whose_memory_is_locked(monkeypatch: pytest.MonkeyPatch)
 class _Tied(torch.nn.Module):
     """Two parameters in the same memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.a = torch.nn.Parameter(torch.zeros(SIZES[1]))
+        self.a = torch.nn.Parameter(torch.zeros(size))
         self.b = torch.nn.Parameter(self.a.data)
 
 
-async def test_what_is_tied_stays_it_without_a_sender() -> None:
+@pytest.mark.parametrize("size", [16, 1 << 20])  # the larger one is mapped
+async def test_what_is_tied_stays_it_without_a_sender(size: int) -> None:
     case = next(case for case in CASES if case.name == "process")
-    async with LocalCluster(case, 1, model=_Tied) as cluster:
+    async with LocalCluster(case, 1, model=lambda: _Tied(size)) as cluster:
         model = cluster.workers[0].model
         await cluster.workers[0].close()
         fill(model, 3.0)

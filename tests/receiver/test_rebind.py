@@ -15,12 +15,12 @@ from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.clock import PATIENCE, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
-from tests.kit.seams import binding_of
+from tests.kit.seams import binding_of, connections_of
 
 CASES = {case.name: case for case in SCHEMES}
 
 pytestmark = pytest.mark.parametrize(
-    "case", [CASES["shared"], CASES["memory"], CASES["tcp"]], ids=lambda c: c.name
+    "case", [CASES[name] for name in ("shared", "memory", "process", "tcp")], ids=lambda c: c.name
 )
 
 
@@ -133,6 +133,28 @@ async def test_what_was_staged_for_the_model_before_is_staged_again(
         await rebinding
         await within(sending)
         assert value_of(another) == 1 and {p.dtype for p in another.parameters()} == {torch.bfloat16}
+
+
+async def test_what_was_staged_for_the_model_before_is_not_taken_from_a_slot_given_back(
+    case: SchemeCase,
+) -> None:
+    """The worker has reported that it copied the version. So the sender writes newer ones over it."""
+    async with LocalCluster(case, workers=1, serve=False) as cluster:
+        worker, another = cluster.workers[0].scheme, Uniform(-1.0)
+        fill(cluster.model, 1)
+        await cluster.scheme.send(wait=False)
+        async with asyncio.timeout(PATIENCE), worker.pinned():
+            while not connections_of(cluster.scheme)[0].staged:
+                assert await worker.receive(timeout=0.005) is None
+        await worker.rebind(model=another)
+        for version in (2, 3, 4):
+            fill(cluster.model, version)
+            await cluster.scheme.send(wait=False)
+        assert await worker.receive(timeout=PATIENCE) is not None
+        assert value_of(another) == worker.version
+        while worker.version < 4:
+            assert await worker.receive(timeout=PATIENCE) is not None
+        assert value_of(another) == 4
 
 
 class _Writer:

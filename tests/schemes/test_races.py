@@ -416,7 +416,7 @@ async def test_a_sibling_that_takes_nothing_blocks_no_later_update() -> None:
 
 
 async def test_two_that_receive_at_once() -> None:
-    model = lambda: Uniform(size=1 << 16)  # noqa: E731 - so that staging takes a thread
+    model = lambda: Uniform(size=1 << 18)  # noqa: E731 - so that staging takes a thread
     async with LocalCluster(PROCESS, workers=1, model=model, serve=False) as cluster:
         scheme = cluster.workers[0].scheme
         seen: list[list[int]] = [[], []]

@@ -20,7 +20,8 @@ class MPTransport(StandaloneTransport):
 
     Create one on each side, over the same queue or over the two ends of a pipe, or pass the transport to
     ``Process(args=...)``. The weights are not sent through the queue or pipe: the worker maps the sender's
-    copy of them, copy-on-write. Without a queue and a pipe every call does nothing.
+    copy of them, copy-on-write, or copies that if it has less than 2 MiB. Without a queue and a pipe every
+    call does nothing.
 
     Args:
         weight_queue: a queue of ``multiprocessing`` from the sender to this worker alone, by which the worker

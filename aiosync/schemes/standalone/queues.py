@@ -28,7 +28,7 @@ _LOCKED = 0.05  # seconds until a message is tried again that another process is
 
 
 class PrivateCopyScheme(SharedMemWeightSyncScheme):
-    """Shared memory that the worker maps copy-on-write, as with the multiprocessing scheme."""
+    """Shared memory that the worker maps copy-on-write or copies, as with the multiprocessing scheme."""
 
     def _make_transfer(self) -> Transfer:
         return PrivatelyMappedTransfer()
