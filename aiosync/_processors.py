@@ -83,10 +83,11 @@ def yield_processor() -> None:
 
     For a thread that computes, when it has done what a short wait of another thread depends on. That one may
     have used up its share of the processor just before. Then Linux runs it only after a time slice,
-    milliseconds later, however short its own slices are.
+    milliseconds later, however short its own slices are. The other thread may be one of this process, so the
+    interpreter is left to it meanwhile: ``os.sched_yield()`` does that only from Python 3.12 on.
     """
     if sys.platform != "win32":
-        os.sched_yield()
+        _libc().sched_yield()
 
 
 class _Scheduling(NamedTuple):

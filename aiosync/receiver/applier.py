@@ -57,29 +57,24 @@ class WeightApplier(Applier):
         self._may_view = may_view
         # Takes a layout, and returns the binding to it of the model that the caller has then.
         self._make_binding = make_binding
-        # The device of the sender's weights.
-        self._source = torch.device("cpu")
-        # Whether the version in service lies in the sender's memory.
-        self._viewing = False
-        # Whether the model's own memory, which the first commit replaced, is still to be freed.
-        self._leftover = False
+        self._source = torch.device("cpu")  # the device of the sender's weights
+        self._viewing = False  # whether the version in service lies in the sender's memory
+        self._leftover = False  # whether the model's memory before the first commit is still to be freed
         self._offloader = Offloader("aiosync-receiver")
         self._back_buffers: StagingBuffers | None = None
         self._guard: ForwardGuard | None = None
         # Seconds that a guarded forward pass waits for a commit; None: there is no guard.
         self._patience: float | None = None
-        # For readers, and for the other parts of a joint update.
-        self._wait = CommitWait(self.gate)
-        # Held while an update is staged.
-        self._staging = asyncio.Lock()
+        self._wait = CommitWait(self.gate)  # for readers, and for the other parts of a joint update
+        self._staging = asyncio.Lock()  # held while an update is staged
 
     def _listen(self, listener: UpdateListener) -> None:
         self._listener = listener
-        # The version that the listener was last notified of by _acting().
-        self._acted = -1
+        self._acted = -1  # the version that the listener was last notified of by _acting()
         # What a commit calls; None, if that does nothing.
         own = type(listener).committed is not UpdateListener.committed
         self._notify_commit = listener.committed if own else None
+        self._notifies_acting = type(listener).acting is not UpdateListener.acting
 
     # -- the connection --------------------------------------------------------------------------
 
@@ -276,13 +271,19 @@ class WeightApplier(Applier):
             binding.check(staged.views)
         pending.staged, pending.back_buffers = staged, back_buffers
         pending.seconds["stage"] = time.perf_counter() - started
-        return self._commit_at_once(pending, back_buffers)
+        return self._commit_at_once(pending, back_buffers, may_block=self._patience is not None)
 
-    def _commit_at_once(self, pending: PendingUpdate, back_buffers: StagingBuffers) -> bool:
-        """Commit if the model has no reader. Return whether that was done."""
+    def _commit_at_once(
+        self, pending: PendingUpdate, back_buffers: StagingBuffers, *, may_block: bool = False
+    ) -> bool:
+        """Commit if the model has no reader, or none for long. Return whether that was done."""
+        waited = 0.0
         if not self.gate.commit_at_once(lambda: self._put_in_service(pending)):
-            return False
-        pending.seconds["wait"] = 0.0
+            blocked = self._wait.block(lambda: self._put_in_service(pending)) if may_block else None
+            if blocked is None:
+                return False
+            waited = blocked
+        pending.seconds["wait"] = max(0.0, waited - pending.seconds["commit"])
         if back_buffers.hears_commits:
             back_buffers.committed(pending.names)
         return True
@@ -354,7 +355,7 @@ class WeightApplier(Applier):
         self._viewing = views_sender
         self._wait.committed()
         pending.committed = True
-        if self._guard is not None:
+        if self._guard is not None and self._notifies_acting:
             self._guard.call_on_next_pass()
         if self._notify_commit is not None:
             self._notify_commit(self.version)

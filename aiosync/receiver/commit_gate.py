@@ -256,6 +256,21 @@ class CommitGate:
             finally:
                 self.conclude(commit)
 
+    def commit_soon(self, commit: Callable[[], None], seconds: float) -> bool:
+        """Run ``commit`` when the forward passes that run now have ended, in the thread of the last one.
+
+        Blocks for ``seconds`` at most. Returns whether it has run; raises what it raises.
+        """
+        if self.inside:  # pinned(): that may take long, or be a task of this thread
+            return False
+        job = submit([self], commit)
+        with suppress(TimeoutError):
+            job.done.exception(seconds)
+        if job.withdraw():
+            return False
+        job.done.result()
+        return True
+
     def announce(self, commit: object) -> None:
         """Let no forward pass begin or end outside of :data:`LOCK` until :meth:`conclude`."""
         self._announced.append(commit)

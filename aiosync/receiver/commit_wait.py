@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -11,6 +12,10 @@ from aiosync.receiver.joint_commit import JointPart, drop_out, leave, readers_be
 
 Job: TypeAlias = CommitJob | JointPart
 """What commits: one update, or one part of a joint update."""
+
+_SOON = 0.001
+"""Seconds that the event loop's thread itself waits for a forward pass to end. To go on with the event loop
+and to be woken by it takes longer than most passes of a small policy."""
 
 
 class CommitWait:
@@ -27,6 +32,25 @@ class CommitWait:
         # The readers that were inside when the first commit after the last one was withdrawn, and still are;
         # None: none was withdrawn.
         self._long_inside: list[object] | None = None
+        # Seconds that the last commit waited.
+        self._waited = 0.0
+
+    def block(self, commit: Callable[[], None]) -> float | None:
+        """Run ``commit`` at the end of the forward passes that run now in other threads, if that is soon.
+
+        Blocks the event loop meanwhile: call it where none but aiosync uses the loop. Raises what ``commit``
+        raises.
+
+        Returns:
+            the seconds that it waited; None: it has not run, and is to be waited for with :meth:`wait`.
+        """
+        if self._waited > _SOON:  # probably again
+            return None
+        begun = time.perf_counter()
+        if not self._gate.commit_soon(commit, _SOON):
+            return None
+        self._waited = time.perf_counter() - begun
+        return self._waited
 
     async def wait(self, job: Job, on_wait: Callable[[], None]) -> None:
         """Wait until ``job.done`` is resolved or cancelled. ``on_wait()`` is called first.
@@ -35,6 +59,7 @@ class CommitWait:
             CancelledError: ``job`` was withdrawn, unless it had run before.
         """
         self.job = job
+        begun = time.perf_counter()
         on_wait()
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
@@ -58,6 +83,7 @@ class CommitWait:
             raise
         finally:
             self.job = None
+            self._waited = time.perf_counter() - begun
 
     def committed(self) -> None:
         """A commit has run. Called in any thread."""

@@ -18,6 +18,9 @@ from aiosync.receiver.commit_gate import LOCK, CommitGate, ForwardPasses
 # Not torch.compiler.is_compiling(), which is true as well where a function runs as it is, and takes longer.
 _is_compiling = torch.compiler.is_dynamo_compiling
 
+_PLAIN_CALL = nn.Module._wrapped_call_impl
+"""What ``nn.Module.__call__`` is, unless other code has replaced it: as torch.fx does while it traces."""
+
 
 @dataclass(eq=False, repr=False)
 class ForwardGuard:
@@ -149,7 +152,8 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
         guarded_module = module
 
     # The time that this function adds to a pass is that of the memory which it touches: the pass before has
-    # taken the processor's cache. So it looks at two lists, and calls nothing else unless it has to.
+    # taken the processor's cache. So it looks at two lists, calls nothing else unless it has to, and takes
+    # the place of torch's own function.
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A compiler that traces this call must find nothing else here; and a copy of the module may have its
         # class. Not by super(): another thread may restore the module's class at any moment.
@@ -161,17 +165,20 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
                 inside.append(ticket)
                 if attention:
                     passes.begin(ticket)
+                if original.__call__ is _PLAIN_CALL and module._compiled_call_impl is None:
+                    return module._call_impl(*args, **kwargs)  # as that method does, without its frame
                 return original.__call__(module, *args, **kwargs)
             finally:
                 if ticket in inside:
                     inside.remove(ticket)
                 if attention:
                     passes.end()
-        finally:  # again, in case an interrupt ended the first calls
+        except BaseException:  # an interrupt may have ended the calls above
             if ticket in inside:
                 inside.remove(ticket)
             if attention:
                 passes.end()
+            raise
 
     passes = _GuardedPasses(call.__code__)
     passes.set_module = set_module

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +16,8 @@ from hypothesis import strategies as st
 
 from aiosync import SyncTimeoutError
 from aiosync._deadline import Deadline
-from aiosync.receiver import commit_gate
-from aiosync.receiver.commit_gate import CommitGate, CommitJob, submit
+from aiosync.receiver import commit_gate, commit_wait
+from aiosync.receiver.commit_gate import CommitGate, CommitJob, ForwardPasses, submit
 from aiosync.receiver.commit_wait import CommitWait
 from tests.kit.clock import BRIEF, PATIENCE, steps, within
 
@@ -265,3 +268,84 @@ async def test_a_commit_is_overtaken_only_while_a_reader_of_the_first_time_is_th
     wait.withdraw()  # as at the end
     assert job.done.cancelled()
     await within(task)
+
+
+def test_a_commit_that_waits_for_passes_runs_in_the_thread_of_the_last_one() -> None:
+    gate, passes = CommitGate(), ForwardPasses(commit_gate.submit.__code__)
+    gate.watch(passes)
+    passes.inside.append("a pass")
+    threads: list[int] = []
+
+    def end() -> None:
+        while not passes.attention:  # until the commit has been announced
+            time.sleep(0)
+        passes.inside.remove("a pass")
+        passes.run_ready()
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(end)
+        assert gate.commit_soon(lambda: threads.append(threading.get_ident()), PATIENCE)
+        ended.result()
+        assert threads == [pool.submit(threading.get_ident).result()]
+
+
+def test_a_commit_for_which_a_pass_takes_too_long_is_withdrawn() -> None:
+    gate, passes = CommitGate(), ForwardPasses(commit_gate.submit.__code__)
+    gate.watch(passes)
+    passes.inside.append("a pass")
+    committed: list[int] = []
+    assert not gate.commit_soon(lambda: committed.append(1), BRIEF / 100)
+    assert not gate.waiting
+    passes.inside.remove("a pass")
+    passes.run_ready()
+    assert not committed
+
+
+def test_a_commit_does_not_block_for_a_pinned_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = CommitGate()
+    gate.try_enter("a", "a")
+    monkeypatch.delattr(commit_gate, "submit")
+    assert not gate.commit_soon(lambda: None, PATIENCE)
+
+
+def test_a_commit_that_fails_in_another_thread_raises_in_the_one_that_waits() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        CommitGate().commit_soon(fail, PATIENCE)
+
+
+async def test_the_event_loop_is_blocked_only_for_passes_that_are_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, passes = CommitGate(), ForwardPasses(commit_gate.submit.__code__)
+    gate.watch(passes)
+    wait, now = CommitWait(gate), [0.0]
+    blocked: list[float] = []
+
+    def commit_soon(commit: object, seconds: float) -> bool:
+        blocked.append(seconds)
+        return False
+
+    monkeypatch.setattr(gate, "commit_soon", commit_soon)
+    monkeypatch.setattr(commit_wait, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    async def pass_of(seconds: float) -> None:
+        passes.inside.append("a pass")
+        assert wait.block(lambda: None) is None
+        job = submit([gate], lambda: None)
+        task = asyncio.create_task(wait.wait(job, lambda: None))
+        await steps(1)
+        now[0] += seconds
+        passes.inside.remove("a pass")
+        passes.run_ready()
+        await within(task)
+
+    await pass_of(0.0001)
+    await pass_of(0.1)
+    assert len(blocked) == 2
+    await pass_of(0.0001)
+    assert len(blocked) == 2  # the pass before was a long one
+    await pass_of(0.1)
+    assert len(blocked) == 3

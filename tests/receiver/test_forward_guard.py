@@ -266,6 +266,26 @@ def test_a_patched_forward_is_kept(guarded: Any, entered: list[object]) -> None:
     assert len(entered) == 1
 
 
+def test_a_patched_call_of_all_modules_is_kept(guarded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[nn.Module] = []
+
+    def call(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        called.append(module)
+        found: torch.Tensor = module.forward(x)
+        return found * 7
+
+    monkeypatch.setattr(nn.Module, "__call__", call)
+    assert torch.equal(guarded(X), guarded.forward(X) * 7)
+    assert called[0] is guarded
+
+
+def test_hooks_and_a_compiled_module_are_kept(guarded: Any) -> None:
+    guarded.register_forward_hook(lambda module, given, found: found * 2)
+    assert torch.equal(guarded(X), guarded.forward(X) * 2)
+    guarded._compiled_call_impl = lambda x: x * 7
+    assert torch.equal(guarded(X), X * 7)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["compile", "compile()", "outer", "script", "trace", "export", "strict"])
 def test_compilers_see_the_users_own_code(guarded: Any, entered: list[object], how: str) -> None:

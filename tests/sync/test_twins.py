@@ -16,6 +16,8 @@ import torch
 
 import aiosync
 from aiosync import sync
+from aiosync.receiver.commit_gate import CommitGate
+from aiosync.receiver.update_handler import UpdateHandler
 from aiosync.sync import collectors as sync_collectors
 from aiosync.sync._portal import portal
 
@@ -112,6 +114,39 @@ def test_pinned_holds_commits_up(kind: type[sync.WeightSyncScheme]) -> None:
             assert pair.receiver.version == version == 0
         assert pair.sender.wait_async().workers[0].version == 1
         assert pair.receiver.version == 1
+
+
+def test_the_pass_that_holds_an_update_up_ends_without_a_turn_of_the_receiver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside, waited = threading.Event(), threading.Event()
+    commit_soon, advance = CommitGate.commit_soon, UpdateHandler.advance
+    advanced: list[object] = []
+
+    def wait(gate: CommitGate, commit: Callable[[], None], seconds: float) -> bool:
+        waited.set()
+        return commit_soon(gate, commit, TIMEOUT)
+
+    async def advancing(handler: UpdateHandler) -> Exception | None:
+        advanced.append(handler)
+        return await advance(handler)
+
+    def forward(module: torch.nn.Module, given: object) -> None:
+        inside.set()
+        assert waited.wait(TIMEOUT)
+
+    with Pair(sync.SharedMemWeightSyncScheme) as pair:
+        pair.sender.send()
+        monkeypatch.setattr(CommitGate, "commit_soon", wait)
+        monkeypatch.setattr(UpdateHandler, "advance", advancing)
+        pair.mirror.register_forward_pre_hook(forward)
+        acting = threading.Thread(target=lambda: pair.mirror(torch.ones(3)))
+        acting.start()
+        assert inside.wait(TIMEOUT)
+        assert pair.sender.send().ok
+        acting.join()
+        assert pair.receiver.version == 2
+        assert not advanced
 
 
 def test_joint_update() -> None:
