@@ -16,6 +16,8 @@ from hypothesis import settings
 from torch._C._distributed_c10d import TCPStore
 
 from aiosync.sync._portal import portal
+from aiosync.transfer import yield_request
+from aiosync.transfer.yield_request import YieldRequest
 from tests.kit.leaks import Snapshot, mark_what_is_ours
 from tests.kit.processes import warm_up
 from tests.kit.rpc import World
@@ -133,8 +135,25 @@ async def no_task_left() -> AsyncIterator[None]:
     assert not left, f"tasks left behind: {left}"
 
 
+@pytest.fixture
+def no_request_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """When the test has ended, no sender asks its workers to yield, and all requests are closed."""
+    made: list[YieldRequest] = []
+    make = YieldRequest.__init__
+
+    def making(request: YieldRequest) -> None:
+        make(request)
+        made.append(request)
+
+    monkeypatch.setattr(YieldRequest, "__init__", making)
+    yield
+    assert all(request._sends == 0 and request not in yield_request._open for request in made)
+
+
 @pytest.fixture(autouse=True)
 def _checked(request: pytest.FixtureRequest) -> None:
     function = getattr(request.node, "function", None)
-    if request.node.nodeid.replace("/", ".").startswith(CHECKED) and inspect.iscoroutinefunction(function):
-        request.getfixturevalue("no_task_left")
+    if request.node.nodeid.replace("/", ".").startswith(CHECKED):
+        request.getfixturevalue("no_request_left")
+        if inspect.iscoroutinefunction(function):
+            request.getfixturevalue("no_task_left")

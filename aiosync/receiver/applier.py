@@ -63,8 +63,7 @@ class WeightApplier(Applier):
         self._offloader = Offloader("aiosync-receiver")
         self._back_buffers: StagingBuffers | None = None
         self._guard: ForwardGuard | None = None
-        # Seconds that a guarded forward pass waits for a commit; None: there is no guard.
-        self._patience: float | None = None
+        self._patience: float | None = None  # seconds that a guarded pass waits for a commit; None: no guard
         self._wait = CommitWait(self.gate)  # for readers, and for the other parts of a joint update
         self._staging = asyncio.Lock()  # held while an update is staged
 
@@ -72,8 +71,8 @@ class WeightApplier(Applier):
         self._listener = listener
         self._acted = -1  # the version that the listener was last notified of by _acting()
         # What a commit calls; None, if that does nothing.
-        own = type(listener).committed is not UpdateListener.committed
-        self._notify_commit = listener.committed if own else None
+        heard = type(listener).committed is not UpdateListener.committed
+        self._notify_commit = listener.committed if heard else None
         self._notifies_acting = type(listener).acting is not UpdateListener.acting
 
     # -- the connection --------------------------------------------------------------------------
@@ -151,7 +150,7 @@ class WeightApplier(Applier):
             self._guard = ForwardGuard(self.gate, self.model, patience, self._acting)
 
     def _acting(self) -> None:
-        """A forward pass begins. Notify the listener if it is the first with the version in service."""
+        """A forward pass begins: notify the listener if it is the first with this version."""
         if self._acted != self.version >= 0:
             self._acted = self.version
             self._listener.acting(self.version)
@@ -229,6 +228,7 @@ class WeightApplier(Applier):
             else:
                 staged, pairs = await self._offloader.run(lambda _: back_buffers.stage(update, names))
                 await self._offloader.copy(pairs)
+            self.gate.heed(inbound.yield_request)
             if self.binding.ties:
                 self.binding.check(staged.views)
             if self._listener.cascades:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from aiosync._deadline import Deadline
 from aiosync._processors import yield_processor
+from aiosync.transfer.yield_request import NO_REQUEST, HeededRequest
 
 if TYPE_CHECKING:
     from aiosync.receiver.updates import Applier
@@ -136,6 +137,8 @@ class ForwardPasses:
         # Not empty: there are commits that wait or run, or the next pass has something else to do.
         self.attention: list[object] = [] if _ORDERED else [self]
         self.gates: list[CommitGate] = []
+        # What the sender asks of a thread whose pass has ended.
+        self.yield_request = NO_REQUEST
         # Of the function that runs a pass. Its variable ``ticket`` is the ticket.
         self._code = code
 
@@ -182,6 +185,17 @@ class CommitGate:
         # ``attention`` because of this gate: the commits that wait or run.
         self._passes: dict[ForwardPasses, list[object] | None] = {}
         self._announced: list[object] = []
+        self._yield_request = NO_REQUEST
+
+    def heed(self, request: HeededRequest) -> None:
+        """Yield the processor between two readings of the model, in other threads than the event loop's, when
+        the sender asks for it."""
+        if request is self._yield_request:
+            return
+        with LOCK:
+            self._yield_request = request
+            for passes in self._passes:
+                passes.yield_request = request
 
     def watch(self, passes: ForwardPasses) -> None:
         """Make all forward passes that begin from now on readers."""
@@ -190,6 +204,7 @@ class CommitGate:
                 passes.gates.append(self)
                 passes.attention.extend(self._announced)
             self._passes[passes] = None
+            passes.yield_request = self._yield_request
 
     def unwatch(self, passes: ForwardPasses) -> None:
         """Make forward passes readers no longer, except those that run now."""
@@ -289,6 +304,8 @@ class CommitGate:
         """As :meth:`leave`, in a thread that computes: another one waits to acknowledge the commit."""
         if self.leave(ticket):
             yield_processor()
+        else:
+            self._yield_request.heed()
 
     async def enter(self, ticket: object, reader: object, deadline: Deadline) -> None:
         """Become a reader on the event loop.

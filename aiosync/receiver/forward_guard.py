@@ -173,6 +173,8 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
                     inside.remove(ticket)
                 if attention:
                     passes.end()
+                elif passes.yield_request.byte[0]:
+                    passes.yield_request.heed()
         except BaseException:  # an interrupt may have ended the calls above
             if ticket in inside:
                 inside.remove(ticket)

@@ -29,6 +29,7 @@ from aiosync.sender.sharded.ranks import ShardRequest
 from aiosync.sender.slot_write import SlotWrite
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.slots import JointParts
+from aiosync.transfer.yield_request import YieldRequest
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.weights.devices import are_idle
@@ -57,9 +58,22 @@ class Publication(msgspec.Struct, eq=False):
     acks: PendingAcks | None = None
     # No call waits for answers.
     settled: bool = False
+    # What workers were asked for until it is settled or discarded.
+    yield_requests: list[YieldRequest] = []
     # Phase -> its duration, in seconds.
     seconds: dict[str, float] = {}
     started: float = msgspec.field(default_factory=time.perf_counter)
+
+    def ask_to_yield(self, group: WorkerGroup) -> None:
+        """Ask the group's workers to yield their processors from now on."""
+        if group.yield_request is not None:
+            group.yield_request.begin()
+            self.yield_requests.append(group.yield_request)
+
+    def end_requests(self) -> None:
+        """No call waits any more; idempotent."""
+        while self.yield_requests:
+            self.yield_requests.pop().end()
 
 
 @dataclass(eq=False, repr=False)
@@ -139,6 +153,7 @@ class Publisher:
                 fitted.append((group, fit(group.pool.layout, sources[n], strict=strict)))
         try:
             for group, given in fitted:
+                publication.ask_to_yield(group)
                 write = await group.begin_write(given, targets, deadline, may_overflow=may_overflow)
                 publication.writes.append(write)
                 publication.nbytes += given.nbytes
@@ -202,6 +217,7 @@ class Publisher:
 
     def discard(self, publication: Publication) -> None:
         """Release the slots of a version that was not published."""
+        publication.end_requests()
         for write in publication.writes:
             write.group.discard(write)
 
@@ -290,6 +306,7 @@ class Publisher:
         if acks is None or publication.settled:
             return
         publication.settled = True
+        publication.end_requests()
         self._registry.awaited.untrack(acks)
         version = publication.version
         withdrawn = (

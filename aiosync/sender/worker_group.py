@@ -28,6 +28,7 @@ from aiosync.sender.extraction import Fit
 from aiosync.sender.slot_write import SlotWrite
 from aiosync.transfer.base import Streams
 from aiosync.transfer.slots import ChangeLog, JointParts, Lease, LeaseKind, SlotPool, SlotVersion
+from aiosync.transfer.yield_request import YieldRequest
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Slot
 from aiosync.weights.copying import QUICK_COPY
@@ -65,6 +66,8 @@ class WorkerGroup:
     changes: ChangeLog = field(default_factory=ChangeLog, init=False)
     # Whether the sender is being closed.
     stopped: bool = field(default=False, init=False)
+    # What its workers are asked for while a send is in progress; None: no worker on this machine has joined.
+    yield_request: YieldRequest | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         # Whether a version is so small that no thread is needed to write it from this process's memory.
@@ -383,5 +386,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Release the memory."""
+        if self.yield_request is not None:
+            self.yield_request.close()
         self.pool.close()
         self.pool.changed()

@@ -28,6 +28,7 @@ from aiosync._processors import (
 )
 from aiosync.errors import BlockingCallError, NotConnectedError
 from aiosync.events import logger
+from aiosync.transfer.yield_request import asking_to_yield
 
 try:
     import uvloop
@@ -154,7 +155,8 @@ class Portal:
             )
         call = _Call(self._loop, lambda: function(*args, **kwargs))
         try:
-            with short_time_slices():  # set before the loop's thread may take this one's processor
+            # The time slices are set before the loop's thread may take this one's processor.
+            with asking_to_yield(), short_time_slices():
                 if self._post(call.begin):
                     call.wait()
         except BaseException:

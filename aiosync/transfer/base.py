@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aiosync.protocol.frames import Fetch, Update
 from aiosync.transfer.slots import SlotVersion
+from aiosync.transfer.yield_request import NO_REQUEST
 from aiosync.transports.base import FramedTransport
 from aiosync.weights.arena import Slot
 from aiosync.weights.layout import Layout
@@ -222,6 +223,8 @@ class InboundTransfer(ABC):
     access = MemoryAccess.PRIVATE
     # Where that memory is; None: on the sender's device.
     device: torch.device | None = None
+    # What the sender asks of a worker on its machine, once the first update over a connection was found.
+    yield_request = NO_REQUEST
 
     @property
     def nbytes(self) -> int:

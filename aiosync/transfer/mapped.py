@@ -11,7 +11,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from aiosync.errors import ProtocolError
+from aiosync.errors import ArenaAllocationError, ProtocolError
 from aiosync.protocol.frames import Fetch, Update
 from aiosync.protocol.framing import decode_payload, encode_payload
 from aiosync.transfer.base import (
@@ -22,6 +22,7 @@ from aiosync.transfer.base import (
     TransferConnection,
 )
 from aiosync.transfer.slots import SlotVersion
+from aiosync.transfer.yield_request import NO_REQUEST, HeededRequest, YieldRequest
 from aiosync.transports.base import FramedTransport
 from aiosync.weights.layout import Layout
 from aiosync.weights.module_binding import LentViews
@@ -47,6 +48,8 @@ class MappedPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     new: list[tuple[SlotIndex, dict[str, Any]]] = []
     # The slots that were removed since.
     gone: list[SlotIndex] = []
+    # The handle of the sender's YieldRequest, in the first update over this connection.
+    yields: dict[str, Any] | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -117,8 +120,18 @@ class MappedOutbound(OutboundTransfer):
         now = [slot.index for slot in slots]
         new = [(slot.index, slot.segment.handle_for(self._pid)) for slot in slots if slot.index not in before]
         gone = [index for index in before if index not in now]
+        yields = self._yield_handle() if self._revision < 0 else None
         self._revision, self._announced = pool.revision, now
-        return encode_payload(MappedPayload(published.slot.index, new, gone))
+        return encode_payload(MappedPayload(published.slot.index, new, gone, yields))
+
+    def _yield_handle(self) -> dict[str, Any] | None:
+        group = self._group
+        if group.yield_request is None:
+            try:
+                group.yield_request = YieldRequest()
+            except ArenaAllocationError:
+                return None  # sends to workers that compute take longer, and nothing else
+        return group.yield_request.handle_for(self._pid)
 
 
 @dataclass(eq=False, repr=False)
@@ -136,6 +149,8 @@ class MappedInbound(InboundTransfer):
     _expected: tuple[Update, MappedPayload] | None = field(default=None, init=False)
     _found: Segment | None = field(default=None, init=False)
     _current: Segment | None = field(default=None, init=False)
+    # The handle of the sender's YieldRequest, until that is mapped.
+    _yields: dict[str, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self._private:
@@ -155,6 +170,7 @@ class MappedInbound(InboundTransfer):
             self._attached.pop(index, None)
             Segment.decline(self._announced.pop(index, {}))
         self._announced.update(payload.new)
+        self._yields = payload.yields or self._yields
 
     def is_here(self, update: Update) -> bool:
         return True
@@ -195,6 +211,8 @@ class MappedInbound(InboundTransfer):
         return self._current.written(ranges)
 
     def _attach_announced(self) -> None:
+        if self._yields is not None:
+            self.yield_request, self._yields = HeededRequest.attach(self._yields), None
         for index, handle in list(self._announced.items()):
             segment = Segment.attach(handle, private=self._private)
             if segment.nbytes < self._layout.nbytes:
@@ -210,4 +228,5 @@ class MappedInbound(InboundTransfer):
         for handle in self._announced.values():
             Segment.decline(handle)
         self._announced.clear()
-        self._expected = self._found = self._current = None
+        self._expected = self._found = self._current = self._yields = None
+        self.yield_request = NO_REQUEST

@@ -11,6 +11,7 @@ import pytest
 from aiosync._processors import release_callers_threads
 from aiosync.sync import _portal
 from aiosync.sync._portal import portal
+from aiosync.transfer.yield_request import YieldRequest
 
 
 def test_the_waiting_thread_releases_its_openmp_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +25,17 @@ def test_the_waiting_thread_releases_its_openmp_threads(monkeypatch: pytest.Monk
 
     assert isinstance(portal().call(long_copy), Future)
     assert released[:2] == [threading.get_ident()] * 2
+
+
+def test_workers_are_asked_to_yield_during_a_call() -> None:
+    request = YieldRequest()
+
+    async def look() -> int:
+        return request._byte[0]
+
+    assert portal().call(look)
+    assert not request._byte[0]
+    request.close()
 
 
 def test_nobody_is_asked_after_the_end_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -147,6 +149,45 @@ def test_the_pass_that_holds_an_update_up_ends_without_a_turn_of_the_receiver(
         acting.join()
         assert pair.receiver.version == 2
         assert not advanced
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fails", [True, False])
+def test_workers_are_asked_to_yield_as_long_as_a_send_is_in_progress(
+    kind: type[sync.WeightSyncScheme], fails: bool
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    with Pair(kind) as pair:
+        pair.sender.send()
+        gate = pair.receiver._async.get_receiver().model_applier.gate
+
+        def is_asked() -> bool:
+            return bool(gate._yield_request.byte[0])
+
+        def forward(module: torch.nn.Module, given: object) -> None:
+            inside.set()
+            until = time.monotonic() + TIMEOUT
+            while not is_asked() and time.monotonic() < until:
+                time.sleep(0.001)
+            assert is_asked()
+            assert not fails or go_on.wait(TIMEOUT)
+
+        assert not is_asked()
+        pair.mirror.register_forward_pre_hook(forward)
+        with ThreadPoolExecutor(1) as acting:
+            acted = acting.submit(pair.mirror, torch.ones(3))
+            assert inside.wait(TIMEOUT)
+            try:
+                if fails:
+                    with pytest.raises(aiosync.SyncTimeoutError):
+                        pair.sender.send(timeout=0.2)
+                else:
+                    pair.sender.send()
+                assert not is_asked()
+            finally:
+                go_on.set()
+            acted.result()
 
 
 def test_joint_update() -> None:

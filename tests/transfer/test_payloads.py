@@ -21,6 +21,7 @@ from aiosync.transfer.process_group import InlinePayload
 PAYLOADS: list[msgspec.Struct] = [
     MappedPayload(3),
     MappedPayload(3, [(1, {"name": "x"})], [0, 2]),
+    MappedPayload(3, [(1, {"name": "x"})], yields={"name": "y"}),
     StreamPayload(-1),
     StreamPayload(7, (4, 1234)),
     ProcessGroupPayload("key", 1, 3),

@@ -1,0 +1,115 @@
+"""A sender's request to the workers on its machine: yield the processor while a send is in progress.
+
+With more threads than processors a thread that has used up its share waits for a tick of the kernel, 4 ms and
+longer, if the thread before it computes without a pause. It may be a thread of the trainer's, or a worker in
+the middle of a forward pass, which the send waits for. Only the worker that computes can shorten that wait.
+So it looks at a byte of shared memory whenever a forward pass has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from aiosync._processors import yield_processor
+from aiosync.weights.segment import Segment
+
+_MOST_YIELDS = 16
+"""For one send. A worker that yields gets less of a processor than other programs, and a send may wait for a
+worker that hangs. The byte also stays as it is if the sender is killed."""
+
+_open: list[YieldRequest] = []
+"""Those that were made and not closed, in this process and in those that it was forked from."""
+
+
+class YieldRequest:
+    """The sender's side. Any thread may use this.
+
+    Raises:
+        ArenaAllocationError: there is no memory or no file descriptor.
+    """
+
+    def __init__(self) -> None:
+        self._segment = Segment.shared(1)
+        # 0: no send is in progress. Otherwise the number of the send that began last, from 1 to 255.
+        self._byte = self._segment.buffer.numpy().data
+        self._number = 0
+        self._sends = 0
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        _open.append(self)
+
+    def begin(self) -> None:
+        """A send begins: workers yield until all that have begun have ended."""
+        with self._lock:
+            self._sends += 1
+            self._number = self._number % 255 + 1
+            self._byte[0] = self._number
+
+    def end(self) -> None:
+        """A send that :meth:`begin` was called for has ended."""
+        with self._lock:
+            self._sends -= 1
+            if not self._sends:
+                self._byte[0] = 0
+
+    def handle_for(self, pid: int) -> dict[str, Any]:
+        """Return the argument of :meth:`HeededRequest.attach` in process ``pid``."""
+        return self._segment.handle_for(pid)
+
+    def close(self) -> None:
+        """Release the memory; idempotent. Workers that have attached keep it."""
+        if self in _open:
+            _open.remove(self)
+        self._segment.close()
+
+
+@contextmanager
+def asking_to_yield() -> Iterator[None]:
+    """In the body, the workers of all this process's senders are asked to yield.
+
+    For a thread that waits for another one to send. It needs a processor before that and after it too.
+    """
+    asked = [request for request in _open if request._owner == os.getpid()] if _open else ()
+    for request in asked:
+        request.begin()
+    try:
+        yield
+    finally:
+        for request in asked:
+            request.end()
+
+
+class HeededRequest:
+    """The worker's side. ``byte[0]`` is what the sender writes. Any thread may use this."""
+
+    def __init__(self, byte: Sequence[int]) -> None:
+        self.byte = byte
+        # The send that was heeded last, and how often this process may still yield for it.
+        self._number = 0
+        self._left = 0
+
+    @classmethod
+    def attach(cls, handle: dict[str, Any]) -> HeededRequest:
+        """Map a sender's byte.
+
+        Raises:
+            ProtocolError: the handle is invalid, or the sender has closed.
+        """
+        return cls(Segment.attach(handle).buffer.numpy().data)
+
+    def heed(self) -> None:
+        """Yield the processor if a send is in progress. For a thread that computes without a pause."""
+        number = self.byte[0]
+        if number != self._number:
+            self._number, self._left = number, _MOST_YIELDS
+        if number and self._left > 0:
+            self._left -= 1
+            yield_processor()
+
+
+NO_REQUEST = HeededRequest(b"\0")
+"""That of a sender that asks for nothing."""
