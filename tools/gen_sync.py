@@ -149,7 +149,8 @@ def method(name: str, raw: object, target: str = "_async") -> str:
         owner = "cls" if isinstance(raw, classmethod) else "self"
         call = f"{owner}._blocking_{name}({passed})"
     elif isinstance(node, ast.AsyncFunctionDef):
-        call = f"portal().call(self.{target}.{name}{', ' if passed else ''}{passed})"
+        how = "send" if name == "send" else "call"
+        call = f"portal().{how}(self.{target}.{name}{', ' if passed else ''}{passed})"
     else:
         call = f"self._async.{name}({passed})"
     decorator = "    @classmethod\n" if isinstance(raw, classmethod) else ""

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -146,6 +147,7 @@ class WeightApplier(Applier):
         ``patience``: seconds that a forward pass waits for a commit.
         """
         self._patience = patience
+        self._wait.may_block(allowed=True)
         if isinstance(self.model, nn.Module) and self._guard is None:
             self._guard = ForwardGuard(self.gate, self.model, patience, self._acting)
 
@@ -156,6 +158,7 @@ class WeightApplier(Applier):
             self._listener.acting(self.version)
 
     def _unguard(self) -> None:
+        self._wait.may_block(allowed=False)
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
@@ -228,7 +231,6 @@ class WeightApplier(Applier):
             else:
                 staged, pairs = await self._offloader.run(lambda _: back_buffers.stage(update, names))
                 await self._offloader.copy(pairs)
-            self.gate.heed(inbound.yield_request)
             if self.binding.ties:
                 self.binding.check(staged.views)
             if self._listener.cascades:
@@ -271,19 +273,16 @@ class WeightApplier(Applier):
             binding.check(staged.views)
         pending.staged, pending.back_buffers = staged, back_buffers
         pending.seconds["stage"] = time.perf_counter() - started
-        return self._commit_at_once(pending, back_buffers, may_block=self._patience is not None)
+        return self._commit_at_once(pending, back_buffers, block=True)
 
-    def _commit_at_once(
-        self, pending: PendingUpdate, back_buffers: StagingBuffers, *, may_block: bool = False
-    ) -> bool:
-        """Commit if the model has no reader, or none for long. Return whether that was done."""
-        waited = 0.0
-        if not self.gate.commit_at_once(lambda: self._put_in_service(pending)):
-            blocked = self._wait.block(lambda: self._put_in_service(pending)) if may_block else None
-            if blocked is None:
+    def _commit_at_once(self, pending: PendingUpdate, back_buffers: StagingBuffers, *, block: bool) -> bool:
+        """Commit if the model has no reader, or ``block`` and none for long. Return whether that was done."""
+        self.gate.heed(back_buffers.yield_request)
+        commit = partial(self._put_in_service, pending)
+        if not (self.gate.commit_at_once(commit) or (block and self._wait.block(commit))):
+            if not pending.committed:  # an interrupt may keep the gate from noting a commit that has run
                 return False
-            waited = blocked
-        pending.seconds["wait"] = max(0.0, waited - pending.seconds["commit"])
+        pending.seconds["wait"] = self._wait.waited
         if back_buffers.hears_commits:
             back_buffers.committed(pending.names)
         return True
@@ -293,7 +292,7 @@ class WeightApplier(Applier):
         if self._back_buffers is None:
             raise Overtaken
         assert back_buffers is not None
-        if joint is None and self._commit_at_once(pending, back_buffers):
+        if joint is None and self._commit_at_once(pending, back_buffers, block=False):
             return
         started = time.perf_counter()
         job: Job
@@ -311,7 +310,8 @@ class WeightApplier(Applier):
         if job.done.cancelled():
             raise Overtaken
         job.done.result()
-        pending.seconds["wait"] = time.perf_counter() - started - pending.seconds.get("commit", 0.0)
+        waited = time.perf_counter() - started - pending.seconds.get("commit", 0.0)
+        pending.seconds["wait"] = self._wait.waited or waited
         back_buffers.committed(pending.names)
 
     def _put_in_service(self, pending: PendingUpdate) -> None:
@@ -353,7 +353,7 @@ class WeightApplier(Applier):
         self.version = self.in_service = pending.update.version
         self._leftover |= views_sender and not self._viewing
         self._viewing = views_sender
-        self._wait.committed()
+        self._wait.committed(started)
         pending.committed = True
         if self._guard is not None and self._notifies_acting:
             self._guard.call_on_next_pass()

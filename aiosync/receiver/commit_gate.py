@@ -137,7 +137,7 @@ class ForwardPasses:
         # Not empty: there are commits that wait or run, or the next pass has something else to do.
         self.attention: list[object] = [] if _ORDERED else [self]
         self.gates: list[CommitGate] = []
-        # What the sender asks of a thread whose pass has ended.
+        # What a sender asks of a thread whose pass has ended. See choose_yield_request().
         self.yield_request = NO_REQUEST
         # Of the function that runs a pass. Its variable ``ticket`` is the ticket.
         self._code = code
@@ -151,6 +151,11 @@ class ForwardPasses:
             self.run_ready()
             _changed.wait_for(lambda: not any(gate.keeps_out(reader) for gate in gates), timeout=seconds)
             self.inside.append(ticket)
+
+    def choose_yield_request(self) -> None:
+        """Heed the sender of a gate that watches. In :data:`LOCK`."""
+        found = [gate.yield_request for gate in self.gates if gate.watches(self)]
+        self.yield_request = next((each for each in found if each is not NO_REQUEST), NO_REQUEST)
 
     def run_ready(self) -> bool:
         """Run the commits that wait for no reader any more. Return whether there was one."""
@@ -185,17 +190,22 @@ class CommitGate:
         # ``attention`` because of this gate: the commits that wait or run.
         self._passes: dict[ForwardPasses, list[object] | None] = {}
         self._announced: list[object] = []
-        self._yield_request = NO_REQUEST
+        self.yield_request = NO_REQUEST
 
     def heed(self, request: HeededRequest) -> None:
-        """Yield the processor between two readings of the model, in other threads than the event loop's, when
-        the sender asks for it."""
-        if request is self._yield_request:
-            return
-        with LOCK:
-            self._yield_request = request
-            for passes in self._passes:
-                passes.yield_request = request
+        """Yield the processor when this sender asks for it, in threads, after each reading of the model.
+
+        Not on the event loop, which a yield may block for several time slices.
+        """
+        if request is not self.yield_request:
+            with LOCK:
+                self.yield_request = request
+                for passes in self._passes:
+                    passes.choose_yield_request()
+
+    def watches(self, passes: ForwardPasses) -> bool:
+        """Whether all forward passes that begin are readers."""
+        return passes in self._passes and self._passes[passes] is None
 
     def watch(self, passes: ForwardPasses) -> None:
         """Make all forward passes that begin from now on readers."""
@@ -204,13 +214,14 @@ class CommitGate:
                 passes.gates.append(self)
                 passes.attention.extend(self._announced)
             self._passes[passes] = None
-            passes.yield_request = self._yield_request
+            passes.choose_yield_request()
 
     def unwatch(self, passes: ForwardPasses) -> None:
         """Make forward passes readers no longer, except those that run now."""
         with LOCK:
             if passes in self._passes:
                 self._passes[passes] = list(passes.inside)
+                passes.choose_yield_request()
                 self.run_ready()
 
     def readers(self) -> list[object]:
@@ -274,17 +285,21 @@ class CommitGate:
     def commit_soon(self, commit: Callable[[], None], seconds: float) -> bool:
         """Run ``commit`` when the forward passes that run now have ended, in the thread of the last one.
 
-        Blocks for ``seconds`` at most. Returns whether it has run; raises what it raises.
+        Blocks until it has run, or for ``seconds`` if it has not begun then. Returns whether it has run;
+        raises what it raises.
         """
         if self.inside:  # pinned(): that may take long, or be a task of this thread
             return False
         job = submit([self], commit)
-        with suppress(TimeoutError):
-            job.done.exception(seconds)
-        if job.withdraw():
-            return False
-        job.done.result()
-        return True
+        try:
+            with suppress(TimeoutError):
+                job.done.exception(seconds)
+            if job.withdraw():
+                return False
+            job.done.result()
+            return True
+        finally:
+            del job  # of an exception's frame it would keep the exception, and that the update
 
     def announce(self, commit: object) -> None:
         """Let no forward pass begin or end outside of :data:`LOCK` until :meth:`conclude`."""
@@ -305,7 +320,7 @@ class CommitGate:
         if self.leave(ticket):
             yield_processor()
         else:
-            self._yield_request.heed()
+            self.yield_request.heed()
 
     async def enter(self, ticket: object, reader: object, deadline: Deadline) -> None:
         """Become a reader on the event loop.

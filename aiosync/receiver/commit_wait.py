@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
+from weakref import WeakSet
 
 from aiosync.receiver.commit_gate import CommitGate, CommitJob
 from aiosync.receiver.joint_commit import JointPart, drop_out, leave, readers_before
@@ -22,8 +23,11 @@ class CommitWait:
     """At most one commit at a time waits here. Used on the event loop, except :meth:`committed`.
 
     States: idle → waiting → idle. A wait ends when the commit has run, when :meth:`overtake` withdraws it, or
-    when its caller is cancelled, which withdraws it too.
+    when its caller is cancelled, which withdraws it too. :meth:`block` waits in no state: it does not await.
     """
+
+    # Those that may block. They have the event loop of their process to themselves only if there is one.
+    _blocking: ClassVar[WeakSet[CommitWait]] = WeakSet()
 
     def __init__(self, gate: CommitGate) -> None:
         self._gate = gate
@@ -32,25 +36,31 @@ class CommitWait:
         # The readers that were inside when the first commit after the last one was withdrawn, and still are;
         # None: none was withdrawn.
         self._long_inside: list[object] | None = None
-        # Seconds that the last commit waited.
-        self._waited = 0.0
+        # Since when a commit has been waiting that could have blocked; None: there is none.
+        self._since: float | None = None
+        # Seconds that the last such commit waited until it began; 0: it did not wait.
+        self.waited = 0.0
 
-    def block(self, commit: Callable[[], None]) -> float | None:
+    def may_block(self, *, allowed: bool) -> None:
+        """Whether :meth:`block` may block the event loop: no code but aiosync's uses it."""
+        if allowed:
+            self._blocking.add(self)
+        else:
+            self._blocking.discard(self)
+
+    def block(self, commit: Callable[[], None]) -> bool:
         """Run ``commit`` at the end of the forward passes that run now in other threads, if that is soon.
 
-        Blocks the event loop meanwhile: call it where none but aiosync uses the loop. Raises what ``commit``
-        raises.
-
-        Returns:
-            the seconds that it waited; None: it has not run, and is to be waited for with :meth:`wait`.
+        Blocks the event loop meanwhile. Returns whether it has run; if not, wait for it with :meth:`wait`.
+        Raises what it raises.
         """
-        if self._waited > _SOON:  # probably again
-            return None
-        begun = time.perf_counter()
-        if not self._gate.commit_soon(commit, _SOON):
-            return None
-        self._waited = time.perf_counter() - begun
-        return self._waited
+        if self not in self._blocking:
+            return False
+        if self._since is None:
+            self._since = time.perf_counter()
+        # Not if the commit before has waited for longer: then this one probably does, too.
+        alone, soon = len(self._blocking) == 1, self.waited <= _SOON
+        return alone and soon and self._gate.commit_soon(commit, _SOON)
 
     async def wait(self, job: Job, on_wait: Callable[[], None]) -> None:
         """Wait until ``job.done`` is resolved or cancelled. ``on_wait()`` is called first.
@@ -59,7 +69,6 @@ class CommitWait:
             CancelledError: ``job`` was withdrawn, unless it had run before.
         """
         self.job = job
-        begun = time.perf_counter()
         on_wait()
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
@@ -83,11 +92,12 @@ class CommitWait:
             raise
         finally:
             self.job = None
-            self._waited = time.perf_counter() - begun
 
-    def committed(self) -> None:
-        """A commit has run. Called in any thread."""
+    def committed(self, begun: float) -> None:
+        """A commit has run, which began at this time of ``time.perf_counter``. Called in any thread."""
         self._long_inside = None
+        since, self._since = self._since, None
+        self.waited = 0.0 if since is None else begun - since
 
     def overtake(self) -> None:
         """Withdraw the commit that waits: a newer version is there.

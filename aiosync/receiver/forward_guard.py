@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _dynamo
+from torch.autograd import profiler
 
 from aiosync._processors import yield_processor
 from aiosync.receiver.commit_gate import LOCK, CommitGate, ForwardPasses
@@ -107,6 +108,8 @@ class _GuardedPasses(ForwardPasses):
         """Run the commits that waited for a pass, where ``attention`` is not empty as it ends."""
         if self.forks == CommitGate.forks and self.run_ready():
             yield_processor()  # another thread waits to acknowledge the commit
+        else:
+            self.yield_request.heed()
 
 
 def _passes_in(cls: type) -> _GuardedPasses | None:
@@ -165,8 +168,12 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
                 inside.append(ticket)
                 if attention:
                     passes.begin(ticket)
-                if original.__call__ is _PLAIN_CALL and module._compiled_call_impl is None:
-                    return module._call_impl(*args, **kwargs)  # as that method does, without its frame
+                if (
+                    original.__call__ is _PLAIN_CALL
+                    and module._compiled_call_impl is None
+                    and not profiler._is_profiler_enabled  # it looks for that method's frame
+                ):
+                    return module._call_impl(*args, **kwargs)  # as that method does
                 return original.__call__(module, *args, **kwargs)
             finally:
                 if ticket in inside:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aiosync.protocol.frames import Update
 from aiosync.transfer.base import InboundTransfer, MemoryAccess
+from aiosync.transfer.yield_request import HeededRequest
 from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import INLINE_LIMIT, QUICK_COPY, Pairs
 from aiosync.weights.devices import cuda_devices, pin_memory_of, wait_for_devices
@@ -76,6 +77,11 @@ class StagingBuffers:
     def waits(self) -> bool:
         """Whether staging or the commit writes memory of a device, and waits for it."""
         return bool(self.written_devices or (self.devices and self._buffers))
+
+    @property
+    def yield_request(self) -> HeededRequest:
+        """See :attr:`InboundTransfer.yield_request`."""
+        return self._inbound.yield_request
 
     @property
     def nbytes(self) -> int:

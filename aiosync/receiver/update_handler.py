@@ -73,7 +73,8 @@ class UpdateHandler:
         """Apply the pending update synchronously if no step needs to await. Return whether it was answered or
         given back.
 
-        Called while the receiver loop waits, to save waking it.
+        Called while the receiver loop waits, to save waking it. Where other threads use the model, this may
+        block for a millisecond.
         """
         pending = self.pending
         if pending is None or pending.update.version <= self.applier.version:

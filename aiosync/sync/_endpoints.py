@@ -53,15 +53,15 @@ class BlockingSender(BlockingEndpoint):
         timeout: float | None = None,
     ) -> SendReport:
         """Publish the next version: see :meth:`aiosync.WeightSyncScheme.send`."""
-        return portal().call(self._async.send, weights, worker_ids, wait=wait, strict=strict, timeout=timeout)
+        return portal().send(self._async.send, weights, worker_ids, wait=wait, strict=strict, timeout=timeout)
 
     def update_weights(self, weights: Any = None) -> SendReport:
         """The same as ``send(weights)``."""
-        return portal().call(self._async.update_weights, weights)
+        return portal().send(self._async.update_weights, weights)
 
     def send_async(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> SendReport:
         """Publish the next version, and do not wait for the workers."""
-        return portal().call(self._async.send_async, weights, worker_ids)
+        return portal().send(self._async.send_async, weights, worker_ids)
 
     def wait_ack(self, worker_ids: int | list[int] | None = None, timeout: float | None = None) -> SendReport:
         """Wait for the workers: see :meth:`aiosync.WeightSyncScheme.wait_ack`."""

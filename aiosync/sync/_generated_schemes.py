@@ -424,7 +424,7 @@ class WeightSyncScheme(BlockingTwin):
             WorkerLostError: workers were lost.
             SyncTimeoutError: workers did not answer in time.
         """
-        return portal().call(self._async.send, weights, worker_ids, wait=wait, strict=strict, timeout=timeout)
+        return portal().send(self._async.send, weights, worker_ids, wait=wait, strict=strict, timeout=timeout)
 
     def wait_ack(self, worker_ids: int | list[int] | None = None, timeout: float | None = None) -> SendReport:
         """Wait until workers have applied the last version published to them.

@@ -49,7 +49,7 @@ class JointUpdate:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        portal().call(self._async.__aexit__, *exc)
+        portal().send(self._async.__aexit__, *exc)
 
 
 def atomic(

@@ -155,8 +155,7 @@ class Portal:
             )
         call = _Call(self._loop, lambda: function(*args, **kwargs))
         try:
-            # The time slices are set before the loop's thread may take this one's processor.
-            with asking_to_yield(), short_time_slices():
+            with short_time_slices():  # set before the loop's thread may take this one's processor
                 if self._post(call.begin):
                     call.wait()
         except BaseException:
@@ -164,6 +163,11 @@ class Portal:
                 call.wait()
             raise
         return call.result()
+
+    def send(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As :meth:`call`, for a coroutine that sends weights."""
+        with asking_to_yield():
+            return self.call(function, *args, **kwargs)
 
     def _post(self, callback: Callable[[], None]) -> bool:
         with self._posting:

@@ -135,7 +135,7 @@ class BlockingTwin:
 
         Raises as ``send``, for updates that were sent before.
         """
-        portal().call(self._async.send, weights, worker_ids, wait=False)
+        portal().send(self._async.send, weights, worker_ids, wait=False)
 
     def wait_async(
         self, worker_ids: int | list[int] | None = None, timeout: float | None = None

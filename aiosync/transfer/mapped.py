@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -211,8 +212,11 @@ class MappedInbound(InboundTransfer):
         return self._current.written(ranges)
 
     def _attach_announced(self) -> None:
-        if self._yields is not None:
-            self.yield_request, self._yields = HeededRequest.attach(self._yields), None
+        yields, self._yields = self._yields, None
+        if yields is not None:
+            # Slots may be usable without this, as in a process that may not read /proc.
+            with suppress(ProtocolError):
+                self.yield_request = HeededRequest.attach(yields)
         for index, handle in list(self._announced.items()):
             segment = Segment.attach(handle, private=self._private)
             if segment.nbytes < self._layout.nbytes:

@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiosync._processors import yield_processor
+from aiosync.errors import ProtocolError
 from aiosync.weights.segment import Segment
 
 _MOST_YIELDS = 16
-"""For one send. A worker that yields gets less of a processor than other programs, and a send may wait for a
-worker that hangs. The byte also stays as it is if the sender is killed."""
+"""From the beginning of a send until no send is in progress. A worker that yields gets less of a processor
+than other programs. And a send may wait for a worker that hangs, or the sender may be killed in it."""
 
 _open: list[YieldRequest] = []
 """Those that were made and not closed, in this process and in those that it was forked from."""
@@ -34,7 +35,7 @@ class YieldRequest:
 
     def __init__(self) -> None:
         self._segment = Segment.shared(1)
-        # 0: no send is in progress. Otherwise the number of the send that began last, from 1 to 255.
+        # 0: no send is in progress. Otherwise a number from 1 to 255, another one than the last time.
         self._byte = self._segment.buffer.numpy().data
         self._number = 0
         self._sends = 0
@@ -46,8 +47,9 @@ class YieldRequest:
         """A send begins: workers yield until all that have begun have ended."""
         with self._lock:
             self._sends += 1
-            self._number = self._number % 255 + 1
-            self._byte[0] = self._number
+            if self._sends == 1:
+                self._number = self._number % 255 + 1
+                self._byte[0] = self._number
 
     def end(self) -> None:
         """A send that :meth:`begin` was called for has ended."""
@@ -73,10 +75,12 @@ def asking_to_yield() -> Iterator[None]:
 
     For a thread that waits for another one to send. It needs a processor before that and after it too.
     """
-    asked = [request for request in _open if request._owner == os.getpid()] if _open else ()
-    for request in asked:
-        request.begin()
+    asked: list[YieldRequest] = []
     try:
+        for request in tuple(_open):
+            if request._owner == os.getpid():
+                request.begin()
+                asked.append(request)
         yield
     finally:
         for request in asked:
@@ -88,7 +92,7 @@ class HeededRequest:
 
     def __init__(self, byte: Sequence[int]) -> None:
         self.byte = byte
-        # The send that was heeded last, and how often this process may still yield for it.
+        # What the byte was last, and how often this process may still yield for that.
         self._number = 0
         self._left = 0
 
@@ -99,7 +103,12 @@ class HeededRequest:
         Raises:
             ProtocolError: the handle is invalid, or the sender has closed.
         """
-        return cls(Segment.attach(handle).buffer.numpy().data)
+        try:
+            byte = Segment.attach(handle).buffer.numpy().data
+            byte[0]
+        except (TypeError, ValueError, OverflowError, IndexError) as exc:
+            raise ProtocolError(f"expected a handle of one shared byte, got {handle!r}") from exc
+        return cls(byte)
 
     def heed(self) -> None:
         """Yield the processor if a send is in progress. For a thread that computes without a pause."""

@@ -246,7 +246,10 @@ def _share_file(cls: type[Segment], nbytes: int) -> Segment:
     try:
         # Allocates the pages now. Otherwise, on a machine without free memory, the first write into the
         # mapping would raise SIGBUS instead of an exception.
-        os.posix_fallocate(fd, 0, nbytes)
+        if "posix_fallocate" in dir(os):
+            os.posix_fallocate(fd, 0, nbytes)
+        else:  # macOS
+            os.ftruncate(fd, nbytes)
         buffer = as_tensor(mmap.mmap(fd, nbytes))
         buffer.zero_()  # the kernel clears a page at its first use: do that here, once
         inode = os.fstat(fd).st_ino

@@ -316,36 +316,44 @@ def test_a_commit_that_fails_in_another_thread_raises_in_the_one_that_waits() ->
         CommitGate().commit_soon(fail, PATIENCE)
 
 
-async def test_the_event_loop_is_blocked_only_for_passes_that_are_short(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gate, passes = CommitGate(), ForwardPasses(commit_gate.submit.__code__)
-    gate.watch(passes)
-    wait, now = CommitWait(gate), [0.0]
-    blocked: list[float] = []
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Gets an entry for each time that the event loop is blocked, in vain."""
+    found: list[float] = []
 
-    def commit_soon(commit: object, seconds: float) -> bool:
-        blocked.append(seconds)
+    def commit_soon(gate: CommitGate, commit: object, seconds: float) -> bool:
+        found.append(seconds)
         return False
 
-    monkeypatch.setattr(gate, "commit_soon", commit_soon)
+    monkeypatch.setattr(CommitGate, "commit_soon", commit_soon)
+    return found
+
+
+def test_the_event_loop_is_blocked_only_for_passes_that_are_short(
+    blocked: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, now = CommitWait(CommitGate()), [100.0]
     monkeypatch.setattr(commit_wait, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert not wait.block(lambda: None)
+    assert not blocked  # it was not allowed
+    wait.may_block(allowed=True)
+    for seconds, blocks in [(0.0001, 1), (0.1, 2), (0.1, 2), (0.0001, 2), (0.1, 3), (None, 3), (0.1, 4)]:
+        if seconds is not None:
+            assert not wait.block(lambda: None)
+            now[0] += seconds
+        wait.committed(now[0])
+        assert wait.waited == pytest.approx(seconds or 0.0)
+        assert len(blocked) == blocks
+    wait.may_block(allowed=False)
 
-    async def pass_of(seconds: float) -> None:
-        passes.inside.append("a pass")
-        assert wait.block(lambda: None) is None
-        job = submit([gate], lambda: None)
-        task = asyncio.create_task(wait.wait(job, lambda: None))
-        await steps(1)
-        now[0] += seconds
-        passes.inside.remove("a pass")
-        passes.run_ready()
-        await within(task)
 
-    await pass_of(0.0001)
-    await pass_of(0.1)
+def test_the_event_loop_is_not_blocked_where_several_receivers_share_it(blocked: list[float]) -> None:
+    waits = [CommitWait(CommitGate()) for _ in range(2)]
+    for wait in waits:
+        wait.may_block(allowed=True)
+        assert not wait.block(lambda: None)
+    assert len(blocked) == 1
+    waits[0].may_block(allowed=False)
+    assert not waits[1].block(lambda: None)
     assert len(blocked) == 2
-    await pass_of(0.0001)
-    assert len(blocked) == 2  # the pass before was a long one
-    await pass_of(0.1)
-    assert len(blocked) == 3
+    waits[1].may_block(allowed=False)

@@ -279,6 +279,12 @@ def test_a_patched_call_of_all_modules_is_kept(guarded: Any, monkeypatch: pytest
     assert called[0] is guarded
 
 
+def test_a_profiler_finds_the_module(guarded: Any) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True) as found:
+        guarded(X)
+    assert any(event.name.startswith("nn.Module: _Policy") for event in found.events())
+
+
 def test_hooks_and_a_compiled_module_are_kept(guarded: Any) -> None:
     guarded.register_forward_hook(lambda module, given, found: found * 2)
     assert torch.equal(guarded(X), guarded.forward(X) * 2)

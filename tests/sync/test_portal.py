@@ -27,13 +27,14 @@ def test_the_waiting_thread_releases_its_openmp_threads(monkeypatch: pytest.Monk
     assert released[:2] == [threading.get_ident()] * 2
 
 
-def test_workers_are_asked_to_yield_during_a_call() -> None:
+def test_workers_are_asked_to_yield_during_a_call_that_sends() -> None:
     request = YieldRequest()
 
     async def look() -> int:
         return request._byte[0]
 
-    assert portal().call(look)
+    assert portal().send(look)
+    assert not portal().call(look)  # such as receive() and stats
     assert not request._byte[0]
     request.close()
 

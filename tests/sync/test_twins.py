@@ -19,6 +19,7 @@ import torch
 import aiosync
 from aiosync import sync
 from aiosync.receiver.commit_gate import CommitGate
+from aiosync.receiver.commit_wait import CommitWait
 from aiosync.receiver.update_handler import UpdateHandler
 from aiosync.sync import collectors as sync_collectors
 from aiosync.sync._portal import portal
@@ -139,6 +140,7 @@ def test_the_pass_that_holds_an_update_up_ends_without_a_turn_of_the_receiver(
 
     with Pair(sync.SharedMemWeightSyncScheme) as pair:
         pair.sender.send()
+        waits = pair.receiver._async.get_receiver().model_applier._wait
         monkeypatch.setattr(CommitGate, "commit_soon", wait)
         monkeypatch.setattr(UpdateHandler, "advance", advancing)
         pair.mirror.register_forward_pre_hook(forward)
@@ -149,6 +151,37 @@ def test_the_pass_that_holds_an_update_up_ends_without_a_turn_of_the_receiver(
         acting.join()
         assert pair.receiver.version == 2
         assert not advanced
+        assert waits in CommitWait._blocking
+    assert waits not in CommitWait._blocking  # a closed receiver keeps no other one from blocking
+
+
+def test_a_commit_that_has_run_counts_although_an_interrupt_kept_it_from_being_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def block(wait: CommitWait, commit: Callable[[], None]) -> bool:
+        commit()
+        return False
+
+    def forward(module: torch.nn.Module, given: object) -> None:
+        inside.set()
+        assert go_on.wait(TIMEOUT)
+
+    with Pair(sync.MultiProcessWeightSyncScheme) as pair, ThreadPoolExecutor(1) as acting:
+        pair.sender.send()
+        hook = pair.mirror.register_forward_pre_hook(forward)
+        acted = acting.submit(pair.mirror, torch.ones(3))
+        assert inside.wait(TIMEOUT)
+        monkeypatch.setattr(CommitWait, "block", block)
+        assert pair.sender.send().ok
+        monkeypatch.undo()
+        go_on.set()
+        acted.result()
+        hook.remove()
+        before = pair.mirror.weight.data_ptr()
+        assert pair.sender.send().ok
+        assert pair.mirror.weight.data_ptr() != before  # the next version was not written over the one in use
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +196,7 @@ def test_workers_are_asked_to_yield_as_long_as_a_send_is_in_progress(
         gate = pair.receiver._async.get_receiver().model_applier.gate
 
         def is_asked() -> bool:
-            return bool(gate._yield_request.byte[0])
+            return bool(gate.yield_request.byte[0])
 
         def forward(module: torch.nn.Module, given: object) -> None:
             inside.set()

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from aiosync.errors import AiosyncError
-from aiosync.protocol.frames import Update
+from aiosync.errors import AiosyncError, ArenaAllocationError, ProtocolError
+from aiosync.protocol.frames import Fetch, Update
 from aiosync.protocol.framing import encode_payload
+from aiosync.receiver import commit_gate
 from aiosync.receiver.commit_gate import CommitGate
 from aiosync.receiver.forward_guard import ForwardGuard
+from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer import yield_request
 from aiosync.transfer.base import MemoryAccess
-from aiosync.transfer.mapped import MappedInbound, MappedPayload
-from aiosync.transfer.yield_request import HeededRequest, YieldRequest, asking_to_yield
+from aiosync.transfer.mapped import MappedInbound, MappedOutbound, MappedPayload
+from aiosync.transfer.slots import SlotPool, SlotVersion
+from aiosync.transfer.yield_request import NO_REQUEST, HeededRequest, YieldRequest, asking_to_yield
+from aiosync.transports._offload import Offloader
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 from tests.kit.cases import SCHEMES, SchemeCase
@@ -26,6 +31,8 @@ from tests.kit.local import LocalCluster
 from tests.kit.seams import groups_of
 
 MOST = yield_request._MOST_YIELDS
+LAYOUT = Layout([("a", (4,), torch.float32)])
+MODULE = partial(torch.nn.Linear, 2, 2)
 
 
 @pytest.fixture
@@ -51,6 +58,92 @@ def test_a_worker_yields_while_any_send_is_in_progress(yields: list[int]) -> Non
     request.end()
     heeded.heed()
     assert len(yields) == 3
+    request.close()
+
+
+def test_a_send_that_begins_during_another_one_changes_nothing(yields: list[int]) -> None:
+    request = YieldRequest()
+    heeded = attached(request)
+    request.begin()
+    for _ in range(MOST + 3):
+        heeded.heed()
+        request.begin()
+    assert len(yields) == MOST
+    for _ in range(MOST + 4):
+        request.end()
+    assert heeded.byte[0] == 0
+    request.close()
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [
+        {},
+        {"kind": "memfd"},
+        {"kind": "memfd", "pid": os.getpid(), "fd": 10**6, "inode": 1, "nbytes": 1},
+        {"kind": "memfd", "pid": os.getpid(), "fd": 0, "inode": 0, "nbytes": 0},
+        {"kind": "memfd", "pid": os.getpid(), "fd": 0, "inode": os.fstat(0).st_ino, "nbytes": -1},
+        {"kind": "memfd", "pid": os.getpid(), "fd": 0, "inode": os.fstat(0).st_ino, "nbytes": 2**70},
+    ],
+)
+def test_a_request_that_cannot_be_mapped_is_ignored(handle: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        HeededRequest.attach(handle)
+    inbound, slot = MappedInbound(LAYOUT, MemoryAccess.VIEWED), Segment.shared(LAYOUT.nbytes)
+    payload = MappedPayload(0, [(0, slot.handle_for(os.getpid()))], yields=handle)
+    update = Update(round=0, version=0, payload=encode_payload(payload))
+    inbound.expect(update)
+    inbound.find(update)
+    assert inbound.yield_request is NO_REQUEST
+    slot.close()
+
+
+def test_an_update_arrives_also_if_there_is_no_memory_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(nbytes: int) -> Segment:
+        raise ArenaAllocationError(nbytes, "too many open files")
+
+    monkeypatch.setattr(Segment, "shared", fail)
+    pool = SlotPool(LAYOUT, Segment.local, 1)
+    group = WorkerGroup(set(), torch.device("cpu"), pool, Offloader("test"), "")
+    outbound = MappedOutbound(group, MemoryAccess.READ_ONCE)
+    payload = outbound.payload(SlotVersion(pool.grow(), 0, 0), Fetch())
+    assert "yields" not in payload
+    assert payload["new"]
+
+
+def test_a_module_heeds_the_sender_of_a_gate_that_watches(yields: list[int]) -> None:
+    requests, gates, module = [YieldRequest() for _ in range(2)], [CommitGate() for _ in range(2)], MODULE()
+    guards = [ForwardGuard(gate, module, PATIENCE, lambda: None) for gate in gates]
+    for request, gate in zip(requests, gates, strict=True):
+        gate.heed(attached(request))
+    requests[1].begin()
+    guards[0].remove()
+    module(torch.ones(2))
+    assert len(yields) == 1
+    guards[0] = ForwardGuard(gates[0], module, PATIENCE, lambda: None)
+    guards[1].remove()
+    requests[0].begin()
+    requests[1].end()
+    module(torch.ones(2))
+    assert len(yields) == 2
+    guards[0].remove()
+    requests[0].end()
+    for request in requests:
+        request.close()
+
+
+def test_without_the_interpreters_lock_passes_heed_the_request_too(
+    yields: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_gate, "_ORDERED", False)
+    request, gate, module = YieldRequest(), CommitGate(), MODULE()
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    gate.heed(attached(request))
+    request.begin()
+    module(torch.ones(2))
+    assert len(yields) == 1
+    request.end()
+    guard.remove()
     request.close()
 
 
@@ -83,7 +176,7 @@ def test_a_thread_that_waits_for_a_send_asks_for_all_senders_of_its_process(
 
 @pytest.mark.parametrize("late", [True, False])
 def test_the_passes_of_a_guarded_module_heed_the_request(late: bool, yields: list[int]) -> None:
-    request, gate, module = YieldRequest(), CommitGate(), torch.nn.Linear(2, 2)
+    request, gate, module = YieldRequest(), CommitGate(), MODULE()
     if not late:
         gate.heed(attached(request))
     guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
@@ -126,11 +219,10 @@ async def test_workers_are_asked_to_yield_while_an_awaited_send_is_in_progress(c
 
 
 def test_another_connection_brings_another_request() -> None:
-    layout = Layout([("a", (4,), torch.float32)])
-    inbound = MappedInbound(layout, MemoryAccess.VIEWED)
+    inbound = MappedInbound(LAYOUT, MemoryAccess.VIEWED)
     nothing = inbound.yield_request
     for _ in range(2):
-        request, slot = YieldRequest(), Segment.shared(layout.nbytes)
+        request, slot = YieldRequest(), Segment.shared(LAYOUT.nbytes)
         transport: Any = None
         inbound.attach(transport)
         assert inbound.yield_request is nothing
