@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,12 @@ from aiosync.weights.segment import Segment
 _MOST_YIELDS = 16
 """From the beginning of a send until no send is in progress. A worker that yields gets less of a processor
 than other programs. And a send may wait for a worker that hangs, or the sender may be killed in it."""
+
+_LONG = 0.00005
+"""A yield of so many seconds has let another worker compute, with weights of its own in the caches."""
+
+_LEFT_OUT = 3
+"""After a long yield, so many occasions for the next one."""
 
 _open: list[YieldRequest] = []
 """Those that were made and not closed, in this process and in those that it was forked from."""
@@ -92,9 +99,11 @@ class HeededRequest:
 
     def __init__(self, byte: Sequence[int]) -> None:
         self.byte = byte
-        # What the byte was last, and how often this process may still yield for that.
+        # What the byte was last, how often this process may still yield for that, and how many occasions it
+        # leaves out before.
         self._number = 0
         self._left = 0
+        self._leave_out = 0
 
     @classmethod
     def attach(cls, handle: dict[str, Any]) -> HeededRequest:
@@ -114,10 +123,15 @@ class HeededRequest:
         """Yield the processor if a send is in progress. For a thread that computes without a pause."""
         number = self.byte[0]
         if number != self._number:
-            self._number, self._left = number, _MOST_YIELDS
-        if number and self._left > 0:
+            self._number, self._left, self._leave_out = number, _MOST_YIELDS, 0
+        if self._leave_out > 0:
+            self._leave_out -= 1
+        elif number and self._left > 0:
             self._left -= 1
+            begun = time.perf_counter()
             yield_processor()
+            if time.perf_counter() - begun > _LONG:
+                self._leave_out = _LEFT_OUT
 
 
 NO_REQUEST = HeededRequest(b"\0")

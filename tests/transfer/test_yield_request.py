@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,10 +37,23 @@ MODULE = partial(torch.nn.Linear, 2, 2)
 
 
 @pytest.fixture
-def yields(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in seconds, and how long each yield takes."""
+    found = [100.0, 0.0]
+    monkeypatch.setattr(yield_request, "time", SimpleNamespace(perf_counter=lambda: found[0]))
+    return found
+
+
+@pytest.fixture
+def yields(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets an entry for each time that the processor is yielded."""
     found: list[int] = []
-    monkeypatch.setattr(yield_request, "yield_processor", lambda: found.append(1))
+
+    def yield_processor() -> None:
+        found.append(1)
+        clock[0] += clock[1]
+
+    monkeypatch.setattr(yield_request, "yield_processor", yield_processor)
     return found
 
 
@@ -58,6 +72,25 @@ def test_a_worker_yields_while_any_send_is_in_progress(yields: list[int]) -> Non
     request.end()
     heeded.heed()
     assert len(yields) == 3
+    request.close()
+
+
+def test_a_worker_that_has_let_another_one_compute_yields_less_often(
+    yields: list[int], clock: list[float]
+) -> None:
+    request = YieldRequest()
+    heeded = attached(request)
+    request.begin()
+    clock[1] = 0.001
+    for occasion in range(1, 10):
+        heeded.heed()
+        assert len(yields) == -(-occasion // 4)
+    request.end()
+    heeded.heed()
+    request.begin()
+    heeded.heed()
+    assert len(yields) == 4  # the first occasion of a send is not left out
+    request.end()
     request.close()
 
 
