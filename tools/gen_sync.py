@@ -149,7 +149,7 @@ def method(name: str, raw: object, target: str = "_async") -> str:
         owner = "cls" if isinstance(raw, classmethod) else "self"
         call = f"{owner}._blocking_{name}({passed})"
     elif isinstance(node, ast.AsyncFunctionDef):
-        how = "send" if name == "send" else "call"
+        how = "send" if name in ("send", "wait_ack") else "call"
         call = f"portal().{how}(self.{target}.{name}{', ' if passed else ''}{passed})"
     else:
         call = f"self._async.{name}({passed})"

@@ -147,7 +147,7 @@ class WeightApplier(Applier):
         ``patience``: seconds that a forward pass waits for a commit.
         """
         self._patience = patience
-        self._wait.may_block(allowed=True)
+        CommitGate.blocking.add(self.gate)
         if isinstance(self.model, nn.Module) and self._guard is None:
             self._guard = ForwardGuard(self.gate, self.model, patience, self._acting)
 
@@ -158,7 +158,7 @@ class WeightApplier(Applier):
             self._listener.acting(self.version)
 
     def _unguard(self) -> None:
-        self._wait.may_block(allowed=False)
+        CommitGate.blocking.discard(self.gate)
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
@@ -279,10 +279,11 @@ class WeightApplier(Applier):
         """Commit if the model has no reader, or ``block`` and none for long. Return whether that was done."""
         self.gate.heed(back_buffers.yield_request)
         commit = partial(self._put_in_service, pending)
-        if not (self.gate.commit_at_once(commit) or (block and self._wait.block(commit))):
-            if not pending.committed:  # an interrupt may keep the gate from noting a commit that has run
+        if not self.gate.commit_at_once(commit):
+            pending.held_up_since = pending.held_up_since or time.perf_counter()
+            # An interrupt may keep the gate from noting a commit that has run.
+            if not (block and self._wait.block(commit)) and not pending.committed:
                 return False
-        pending.seconds["wait"] = self._wait.waited
         if back_buffers.hears_commits:
             back_buffers.committed(pending.names)
         return True
@@ -294,10 +295,9 @@ class WeightApplier(Applier):
         assert back_buffers is not None
         if joint is None and self._commit_at_once(pending, back_buffers, block=False):
             return
-        started = time.perf_counter()
-        job: Job
+        pending.held_up_since = pending.held_up_since or time.perf_counter()
         if joint is None:
-            job = submit([self.gate], lambda: self._put_in_service(pending))
+            job: Job = submit([self.gate], lambda: self._put_in_service(pending))
         else:
             job = join(joint, self.worker, self.gate, lambda: self._in_service(pending))
         if not job.done.done():
@@ -307,11 +307,10 @@ class WeightApplier(Applier):
                 if pending.committed:
                     back_buffers.committed(pending.names)
                 raise
-        if job.done.cancelled():
-            raise Overtaken
-        job.done.result()
-        waited = time.perf_counter() - started - pending.seconds.get("commit", 0.0)
-        pending.seconds["wait"] = self._wait.waited or waited
+        if not pending.committed:
+            if job.done.cancelled():
+                raise Overtaken
+            job.done.result()
         back_buffers.committed(pending.names)
 
     def _put_in_service(self, pending: PendingUpdate) -> None:
@@ -353,7 +352,8 @@ class WeightApplier(Applier):
         self.version = self.in_service = pending.update.version
         self._leftover |= views_sender and not self._viewing
         self._viewing = views_sender
-        self._wait.committed(started)
+        pending.seconds["wait"] = started - (pending.held_up_since or started)
+        self._wait.committed(pending.seconds["wait"])
         pending.committed = True
         if self._guard is not None and self._notifies_acting:
             self._guard.call_on_next_pass()

@@ -29,6 +29,7 @@ from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakSet
 
 from aiosync._deadline import Deadline
 from aiosync._processors import yield_processor
@@ -180,6 +181,9 @@ class CommitGate:
 
     # How often this process and those before it were forked.
     forks: ClassVar[int] = 0
+    # Those whose commits may block an event loop, which is aiosync's own. If there are several they may share
+    # it, and their waits would add up.
+    blocking: ClassVar[WeakSet[CommitGate]] = WeakSet()
 
     def __init__(self) -> None:
         # Ticket -> its reader, without the forward passes; and the commits that wait for readers. Only this
@@ -388,6 +392,7 @@ def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob
 
 def _forked() -> None:
     CommitGate.forks += 1
+    CommitGate.blocking.clear()
     LOCK.release()
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
-from typing import ClassVar, TypeAlias
-from weakref import WeakSet
+from typing import TypeAlias
 
 from aiosync.receiver.commit_gate import CommitGate, CommitJob
 from aiosync.receiver.joint_commit import JointPart, drop_out, leave, readers_before
@@ -26,9 +24,6 @@ class CommitWait:
     when its caller is cancelled, which withdraws it too. :meth:`block` waits in no state: it does not await.
     """
 
-    # Those that may block. They have the event loop of their process to themselves only if there is one.
-    _blocking: ClassVar[WeakSet[CommitWait]] = WeakSet()
-
     def __init__(self, gate: CommitGate) -> None:
         self._gate = gate
         # The commit that waits.
@@ -36,31 +31,19 @@ class CommitWait:
         # The readers that were inside when the first commit after the last one was withdrawn, and still are;
         # None: none was withdrawn.
         self._long_inside: list[object] | None = None
-        # Since when a commit has been waiting that could have blocked; None: there is none.
-        self._since: float | None = None
-        # Seconds that the last such commit waited until it began; 0: it did not wait.
-        self.waited = 0.0
-
-    def may_block(self, *, allowed: bool) -> None:
-        """Whether :meth:`block` may block the event loop: no code but aiosync's uses it."""
-        if allowed:
-            self._blocking.add(self)
-        else:
-            self._blocking.discard(self)
+        # Whether the last update that found readers was committed soon.
+        self._soon = True
 
     def block(self, commit: Callable[[], None]) -> bool:
         """Run ``commit`` at the end of the forward passes that run now in other threads, if that is soon.
 
-        Blocks the event loop meanwhile. Returns whether it has run; if not, wait for it with :meth:`wait`.
-        Raises what it raises.
+        Blocks the event loop meanwhile, if the gate may do that and no other one may. Returns whether it has
+        run; if not, wait for it with :meth:`wait`. Raises what it raises.
         """
-        if self not in self._blocking:
+        if self._gate not in CommitGate.blocking:
             return False
-        if self._since is None:
-            self._since = time.perf_counter()
-        # Not if the commit before has waited for longer: then this one probably does, too.
-        alone, soon = len(self._blocking) == 1, self.waited <= _SOON
-        return alone and soon and self._gate.commit_soon(commit, _SOON)
+        soon, self._soon = self._soon, False  # an update that is overtaken was not committed soon
+        return soon and len(CommitGate.blocking) == 1 and self._gate.commit_soon(commit, _SOON)
 
     async def wait(self, job: Job, on_wait: Callable[[], None]) -> None:
         """Wait until ``job.done`` is resolved or cancelled. ``on_wait()`` is called first.
@@ -93,11 +76,10 @@ class CommitWait:
         finally:
             self.job = None
 
-    def committed(self, begun: float) -> None:
-        """A commit has run, which began at this time of ``time.perf_counter``. Called in any thread."""
+    def committed(self, waited: float) -> None:
+        """A commit has run, which was held up for so many seconds. Called in any thread."""
         self._long_inside = None
-        since, self._since = self._since, None
-        self.waited = 0.0 if since is None else begun - since
+        self._soon = waited <= _SOON
 
     def overtake(self) -> None:
         """Withdraw the commit that waits: a newer version is there.

@@ -39,6 +39,8 @@ class PendingUpdate(msgspec.Struct, eq=False):
     seconds: dict[str, float] = {}
     # The event loop's time when its commit began to wait for readers.
     waits_since: float | None = None
+    # The time of time.perf_counter() when its commit was first held up; None: it was not.
+    held_up_since: float | None = None
     # Whether the sender may write over the memory that it arrived in, since it is staged in another.
     released: bool = False
     # Whether it is in service.
@@ -180,6 +182,8 @@ class Applier(ABC):
 
     def take_at_once(self, pending: PendingUpdate) -> bool:
         """Stage and commit synchronously if no step needs to await. Return whether that was done.
+
+        May block for a millisecond where other threads use the model.
 
         Raises:
             Exception: as :meth:`stage` and :meth:`commit`.

@@ -66,7 +66,7 @@ class WorkerGroup:
     changes: ChangeLog = field(default_factory=ChangeLog, init=False)
     # Whether the sender is being closed.
     stopped: bool = field(default=False, init=False)
-    # What is asked of workers that map the slots, while a send is in progress; None: there are none.
+    # What is asked of workers that map the slots, while a send is in progress; None: nothing.
     yield_request: YieldRequest | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

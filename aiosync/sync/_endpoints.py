@@ -65,7 +65,7 @@ class BlockingSender(BlockingEndpoint):
 
     def wait_ack(self, worker_ids: int | list[int] | None = None, timeout: float | None = None) -> SendReport:
         """Wait for the workers: see :meth:`aiosync.WeightSyncScheme.wait_ack`."""
-        return portal().call(self._async.wait_ack, worker_ids, timeout)
+        return portal().send(self._async.wait_ack, worker_ids, timeout)
 
     wait_async = wait_ack
 

@@ -431,7 +431,7 @@ class WeightSyncScheme(BlockingTwin):
 
         Raises as :meth:`send` does, also for updates that workers have refused since the last call.
         """
-        return portal().call(self._async.wait_ack, worker_ids, timeout)
+        return portal().send(self._async.wait_ack, worker_ids, timeout)
 
     def receiving(self) -> AbstractContextManager[None]:
         """Run the receiver task beside the body: ``with scheme.receiving(): ...``.

@@ -165,7 +165,7 @@ class Portal:
         return call.result()
 
     def send(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As :meth:`call`, for a coroutine that sends weights."""
+        """As :meth:`call`, for a coroutine that sends weights or waits for the answers."""
         with asking_to_yield():
             return self.call(function, *args, **kwargs)
 

@@ -141,7 +141,7 @@ class BlockingTwin:
         self, worker_ids: int | list[int] | None = None, timeout: float | None = None
     ) -> SendReport:
         """Wait until workers have applied what :meth:`send_async` published. Raises as ``send``."""
-        return portal().call(self._async.wait_ack, worker_ids, timeout)
+        return portal().send(self._async.wait_ack, worker_ids, timeout)
 
     def get_sender(self) -> BlockingSender:
         """Return the sending endpoint, which can send once :meth:`connect` was called.

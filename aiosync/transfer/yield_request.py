@@ -60,8 +60,10 @@ class YieldRequest:
 
     def end(self) -> None:
         """A send that :meth:`begin` was called for has ended."""
+        if self._owner != os.getpid():
+            return  # a forked child drops what its parent was doing
         with self._lock:
-            self._sends -= 1
+            self._sends = max(0, self._sends - 1)
             if not self._sends:
                 self._byte[0] = 0
 
@@ -73,6 +75,8 @@ class YieldRequest:
         """Release the memory; idempotent. Workers that have attached keep it."""
         if self in _open:
             _open.remove(self)
+        if self._owner == os.getpid():
+            self._byte[0] = 0
         self._segment.close()
 
 
@@ -86,8 +90,8 @@ def asking_to_yield() -> Iterator[None]:
     try:
         for request in tuple(_open):
             if request._owner == os.getpid():
-                request.begin()
                 asked.append(request)
+                request.begin()
         yield
     finally:
         for request in asked:
@@ -112,6 +116,8 @@ class HeededRequest:
         Raises:
             ProtocolError: the handle is invalid, or the sender has closed.
         """
+        if handle.get("kind") not in ("memfd", "file"):
+            raise ProtocolError(f"expected a handle of one shared byte, got {handle!r}")
         try:
             byte = Segment.attach(handle).buffer.numpy().data
             byte[0]

@@ -244,9 +244,9 @@ def _share_file(cls: type[Segment], nbytes: int) -> Segment:
     except OSError as exc:
         raise ArenaAllocationError(nbytes, exc.strerror or str(exc)) from exc
     try:
-        # Allocates the pages now. Otherwise, on a machine without free memory, the first write into the
-        # mapping would raise SIGBUS instead of an exception.
         if "posix_fallocate" in dir(os):
+            # Allocates the pages now. Otherwise, on a machine without free memory, the first write into the
+            # mapping would raise SIGBUS instead of an exception.
             os.posix_fallocate(fd, 0, nbytes)
         else:  # macOS
             os.ftruncate(fd, nbytes)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from aiosync import SyncTimeoutError
 from aiosync._deadline import Deadline
-from aiosync.receiver import commit_gate, commit_wait
+from aiosync.receiver import commit_gate
 from aiosync.receiver.commit_gate import CommitGate, CommitJob, ForwardPasses, submit
 from aiosync.receiver.commit_wait import CommitWait
 from tests.kit.clock import BRIEF, PATIENCE, steps, within
@@ -329,31 +329,44 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_the_event_loop_is_blocked_only_for_passes_that_are_short(
-    blocked: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wait, now = CommitWait(CommitGate()), [100.0]
-    monkeypatch.setattr(commit_wait, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+def test_the_event_loop_is_blocked_only_for_passes_that_are_short(blocked: list[float]) -> None:
+    gate = CommitGate()
+    wait = CommitWait(gate)
     assert not wait.block(lambda: None)
     assert not blocked  # it was not allowed
-    wait.may_block(allowed=True)
-    for seconds, blocks in [(0.0001, 1), (0.1, 2), (0.1, 2), (0.0001, 2), (0.1, 3), (None, 3), (0.1, 4)]:
-        if seconds is not None:
-            assert not wait.block(lambda: None)
-            now[0] += seconds
-        wait.committed(now[0])
-        assert wait.waited == pytest.approx(seconds or 0.0)
-        assert len(blocked) == blocks
-    wait.may_block(allowed=False)
-
-
-def test_the_event_loop_is_not_blocked_where_several_receivers_share_it(blocked: list[float]) -> None:
-    waits = [CommitWait(CommitGate()) for _ in range(2)]
-    for wait in waits:
-        wait.may_block(allowed=True)
+    CommitGate.blocking.add(gate)
+    overtaken, quick, slow, none = None, 0.0001, 0.1, 0.0
+    for waited, blocks in [
+        (quick, 1),
+        (slow, 2),
+        (slow, 2),
+        (quick, 2),
+        (overtaken, 3),
+        (quick, 3),
+        (slow, 4),
+    ]:
         assert not wait.block(lambda: None)
+        if waited is not None:
+            wait.committed(waited)
+        assert len(blocked) == blocks
+    wait.committed(none)
+    assert not wait.block(lambda: None)
+    assert len(blocked) == 5
+    CommitGate.blocking.discard(gate)
+
+
+def test_the_event_loop_is_not_blocked_where_several_receivers_share_it(
+    blocked: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CommitGate, "forks", CommitGate.forks)
+    gates = [CommitGate() for _ in range(2)]
+    CommitGate.blocking.update(gates)
+    for gate in gates:
+        assert not CommitWait(gate).block(lambda: None)
+    assert not blocked
+    CommitGate.blocking.discard(gates[0])
+    assert not CommitWait(gates[1]).block(lambda: None)
     assert len(blocked) == 1
-    waits[0].may_block(allowed=False)
-    assert not waits[1].block(lambda: None)
-    assert len(blocked) == 2
-    waits[1].may_block(allowed=False)
+    commit_gate.LOCK.acquire()  # as before a fork
+    commit_gate._forked()
+    assert not CommitGate.blocking  # the receivers of the parent have no loop in the child

@@ -140,7 +140,7 @@ def test_the_pass_that_holds_an_update_up_ends_without_a_turn_of_the_receiver(
 
     with Pair(sync.SharedMemWeightSyncScheme) as pair:
         pair.sender.send()
-        waits = pair.receiver._async.get_receiver().model_applier._wait
+        gate = pair.receiver._async.get_receiver().model_applier.gate
         monkeypatch.setattr(CommitGate, "commit_soon", wait)
         monkeypatch.setattr(UpdateHandler, "advance", advancing)
         pair.mirror.register_forward_pre_hook(forward)
@@ -151,8 +151,8 @@ def test_the_pass_that_holds_an_update_up_ends_without_a_turn_of_the_receiver(
         acting.join()
         assert pair.receiver.version == 2
         assert not advanced
-        assert waits in CommitWait._blocking
-    assert waits not in CommitWait._blocking  # a closed receiver keeps no other one from blocking
+        assert gate in CommitGate.blocking
+    assert gate not in CommitGate.blocking  # a closed receiver keeps no other one from blocking
 
 
 def test_a_commit_that_has_run_counts_although_an_interrupt_kept_it_from_being_noted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -108,18 +109,34 @@ def test_a_send_that_begins_during_another_one_changes_nothing(yields: list[int]
     request.close()
 
 
+@pytest.fixture
+def memory() -> Iterator[dict[str, Any]]:
+    """The handle of a file of 4 KiB, as another process would share it."""
+    fd = os.memfd_create("test")
+    os.truncate(fd, 4096)
+    yield {"kind": "memfd", "pid": os.getpid(), "fd": fd, "inode": os.fstat(fd).st_ino, "nbytes": 1}
+    os.close(fd)
+
+
 @pytest.mark.parametrize(
-    "handle",
+    "wrong",
     [
-        {},
-        {"kind": "memfd"},
-        {"kind": "memfd", "pid": os.getpid(), "fd": 10**6, "inode": 1, "nbytes": 1},
-        {"kind": "memfd", "pid": os.getpid(), "fd": 0, "inode": 0, "nbytes": 0},
-        {"kind": "memfd", "pid": os.getpid(), "fd": 0, "inode": os.fstat(0).st_ino, "nbytes": -1},
-        {"kind": "memfd", "pid": os.getpid(), "fd": 0, "inode": os.fstat(0).st_ino, "nbytes": 2**70},
+        {"kind": "local", "key": "x"},
+        {"kind": "cuda", "ipc": []},
+        {"fd": 10**6},
+        {"inode": 1},
+        {"nbytes": 0, "size": 0},
+        {"nbytes": -1},
+        {"nbytes": 2**70},
+        {"nbytes": "1"},
     ],
+    ids=str,
 )
-def test_a_request_that_cannot_be_mapped_is_ignored(handle: dict[str, Any]) -> None:
+def test_a_request_that_cannot_be_mapped_is_ignored(wrong: dict[str, Any], memory: dict[str, Any]) -> None:
+    HeededRequest.attach(memory)
+    if "size" in wrong:
+        os.truncate(memory["fd"], wrong["size"])
+    handle = {**memory, **wrong}
     with pytest.raises(ProtocolError):
         HeededRequest.attach(handle)
     inbound, slot = MappedInbound(LAYOUT, MemoryAccess.VIEWED), Segment.shared(LAYOUT.nbytes)
