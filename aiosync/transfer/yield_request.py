@@ -27,7 +27,8 @@ _LONG = 0.00005
 """A yield of so many seconds has let another worker compute, with weights of its own in the caches."""
 
 _LEFT_OUT = 3
-"""After a long yield, so many occasions for the next one."""
+"""After a long yield, so many occasions for the next one, also for that of another send: a worker goes on
+computing between sends that follow each other without a pause."""
 
 _open: list[YieldRequest] = []
 """Those that were made and not closed, in this process and in those that it was forked from."""
@@ -129,7 +130,7 @@ class HeededRequest:
         """Yield the processor if a send is in progress. For a thread that computes without a pause."""
         number = self.byte[0]
         if number != self._number:
-            self._number, self._left, self._leave_out = number, _MOST_YIELDS, 0
+            self._number, self._left = number, _MOST_YIELDS
         if self._leave_out > 0:
             self._leave_out -= 1
         elif number and self._left > 0:

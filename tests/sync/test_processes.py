@@ -99,14 +99,15 @@ def test_no_forward_pass_in_the_main_thread_is_torn(kind: type[sync.WeightSyncSc
     with workers(scheme, "forkserver", 1, run_forwards) as [(_, pipe)]:
         scheme.connect()
         assert answer(pipe) == "connected"
-        for version in range(1, 2001):
+        version = 0
+        while version < 2000 or not pipe.poll():  # until it has seen enough
+            version += 1
             model.fill(float(version))
             scheme.send()
-        forwards, torn, seen = answer(pipe, "stop")
+        assert answer(pipe) == "enough"
+        torn = answer(pipe, "stop")
         scheme.close()
     assert torn == 0
-    assert forwards > 2000
-    assert seen > 50
 
 
 def test_a_live_twin_in_a_forked_child_says_so() -> None:

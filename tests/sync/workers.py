@@ -56,19 +56,24 @@ def hold(scheme: sync.WeightSyncScheme, worker: int, pipe: Connection[Any, Any])
 
 
 def run_forwards(scheme: sync.WeightSyncScheme, worker: int, pipe: Connection[Any, Any]) -> None:
-    """Run forward passes in the main thread until the pipe says stop; report what they saw."""
+    """Run forward passes in the main thread until the pipe says stop, which it may do when they have seen
+    enough; report what they saw."""
     torch.set_num_threads(1)
     model = Layers()
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker)
     scheme.connect()
     pipe.send("connected")
     forwards = torn = 0
-    seen = set()
+    seen: set[float] = set()
+    enough = False
     while not pipe.poll():
         values = model()
         forwards += 1
         torn += len(set(values)) > 1
         seen.add(values[0])
+        if not enough and forwards > 2000 and len(seen) > 50:
+            enough = True
+            pipe.send("enough")
     pipe.recv()
-    pipe.send((forwards, torn, len(seen)))
+    pipe.send(torn)
     scheme.close()
