@@ -295,7 +295,6 @@ class WeightApplier(Applier):
         assert back_buffers is not None
         if joint is None and self._commit_at_once(pending, back_buffers, block=False):
             return
-        pending.held_up_since = pending.held_up_since or time.perf_counter()
         if joint is None:
             job: Job = submit([self.gate], lambda: self._put_in_service(pending))
         else:

@@ -194,6 +194,13 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
     inside, attention = passes.inside, passes.attention
     call.aiosync_passes = passes  # type: ignore[attr-defined]
     _skip(call)
+    _give_class(module, call)
+    return passes
+
+
+def _give_class(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Make the module's guarded class, with this ``__call__``, and give it to the module."""
+    original = type(module)
     body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"__slots__": (), "__call__": call, "__reduce_ex__": _reducing(original)}
     # By type.__new__, because the metaclass may register its classes too.
@@ -203,7 +210,6 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
     guarded: Any = new(type(original), original.__name__, bases, body, unannounced=True)
     # Not by the module's own __setattr__, which TorchScript's modules have.
     object.__setattr__(module, "__class__", guarded)
-    return passes
 
 
 def _reducing(original: type[nn.Module]) -> Callable[[nn.Module, int], Any]:

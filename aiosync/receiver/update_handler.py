@@ -11,6 +11,7 @@ cancellation leaves behind:
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -173,9 +174,10 @@ class UpdateHandler:
     def _held_up(self, pending: PendingUpdate) -> None:
         """The staged update waits for readers."""
         loop = asyncio.get_running_loop()
-        if pending.waits_since is None:
-            pending.waits_since = loop.time()
-        left = pending.waits_since + _STAGED_AFTER - loop.time()
+        now = time.perf_counter()
+        if pending.held_up_since is None:
+            pending.held_up_since = now
+        left = pending.held_up_since + _STAGED_AFTER - now
         if left > 0:
             self._report = loop.call_later(left, self._report_staged, pending)
         else:

@@ -37,8 +37,6 @@ class PendingUpdate(msgspec.Struct, eq=False):
     back_buffers: StagingBuffers | None = None
     # Phase (``stage``, ``wait``, ``commit``) -> seconds that it took.
     seconds: dict[str, float] = {}
-    # The event loop's time when its commit began to wait for readers.
-    waits_since: float | None = None
     # The time of time.perf_counter() when its commit was first held up; None: it was not.
     held_up_since: float | None = None
     # Whether the sender may write over the memory that it arrived in, since it is staged in another.

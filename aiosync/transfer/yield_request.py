@@ -23,13 +23,6 @@ _MOST_YIELDS = 16
 """From the beginning of a send until no send is in progress. A worker that yields gets less of a processor
 than other programs. And a send may wait for a worker that hangs, or the sender may be killed in it."""
 
-_LONG = 0.00005
-"""A yield of so many seconds has let another worker compute, with weights of its own in the caches."""
-
-_LEFT_OUT = 3
-"""After a long yield, so many occasions for the next one, also for that of another send: a worker goes on
-computing between sends that follow each other without a pause."""
-
 _open: list[YieldRequest] = []
 """Those that were made and not closed, in this process and in those that it was forked from."""
 
@@ -104,11 +97,10 @@ class HeededRequest:
 
     def __init__(self, byte: Sequence[int]) -> None:
         self.byte = byte
-        # What the byte was last, how often this process may still yield for that, and how many occasions it
-        # leaves out before.
+        # What the byte was last, how often this process may still yield for that, and not before which time.
         self._number = 0
         self._left = 0
-        self._leave_out = 0
+        self._not_before = 0.0
 
     @classmethod
     def attach(cls, handle: dict[str, Any]) -> HeededRequest:
@@ -127,18 +119,19 @@ class HeededRequest:
         return cls(byte)
 
     def heed(self) -> None:
-        """Yield the processor if a send is in progress. For a thread that computes without a pause."""
+        """Yield the processor if a send is in progress. For a thread that computes without a pause.
+
+        After a yield it computes for at least as long as others have: each change costs caches, and sends may
+        follow each other without a pause.
+        """
         number = self.byte[0]
         if number != self._number:
             self._number, self._left = number, _MOST_YIELDS
-        if self._leave_out > 0:
-            self._leave_out -= 1
-        elif number and self._left > 0:
+        if number and self._left > 0 and (begun := time.perf_counter()) >= self._not_before:
             self._left -= 1
-            begun = time.perf_counter()
             yield_processor()
-            if time.perf_counter() - begun > _LONG:
-                self._leave_out = _LEFT_OUT
+            ended = time.perf_counter()
+            self._not_before = ended + (ended - begun)
 
 
 NO_REQUEST = HeededRequest(b"\0")

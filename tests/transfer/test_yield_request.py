@@ -76,22 +76,19 @@ def test_a_worker_yields_while_any_send_is_in_progress(yields: list[int]) -> Non
     request.close()
 
 
-def test_a_worker_that_has_let_another_one_compute_yields_less_often(
-    yields: list[int], clock: list[float]
-) -> None:
+def test_a_worker_computes_for_as_long_as_it_has_let_others(yields: list[int], clock: list[float]) -> None:
     request = YieldRequest()
     heeded = attached(request)
-    request.begin()
-    clock[1] = 0.001
-    for occasion in range(1, 10):
+    clock[1] = 0.25
+    for sends in range(1, 4):  # at once after each other
+        request.begin()
         heeded.heed()
-        assert len(yields) == -(-occasion // 4)
-    request.end()
-    request.begin()  # another send, at once
-    for occasion in range(10, 20):
+        assert len(yields) == sends
+        clock[0] += 0.125
         heeded.heed()
-        assert len(yields) == -(-occasion // 4)
-    request.end()
+        assert len(yields) == sends
+        clock[0] += 0.125
+        request.end()
     request.close()
 
 
