@@ -147,7 +147,8 @@ class WeightApplier(Applier):
         ``patience``: seconds that a forward pass waits for a commit.
         """
         self._patience = patience
-        CommitGate.blocking.add(self.gate)
+        with LOCK:
+            CommitGate.blocking.add(self.gate)
         if isinstance(self.model, nn.Module) and self._guard is None:
             self._guard = ForwardGuard(self.gate, self.model, patience, self._acting)
 
@@ -158,7 +159,8 @@ class WeightApplier(Applier):
             self._listener.acting(self.version)
 
     def _unguard(self) -> None:
-        CommitGate.blocking.discard(self.gate)
+        with LOCK:
+            CommitGate.blocking.discard(self.gate)
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
@@ -281,8 +283,9 @@ class WeightApplier(Applier):
         commit = partial(self._put_in_service, pending)
         if not self.gate.commit_at_once(commit):
             pending.held_up_since = pending.held_up_since or time.perf_counter()
-            # An interrupt may keep the gate from noting a commit that has run.
-            if not (block and self._wait.block(commit)) and not pending.committed:
+            if block:
+                self._wait.block(commit)
+            if not pending.committed:
                 return False
         if back_buffers.hears_commits:
             back_buffers.committed(pending.names)

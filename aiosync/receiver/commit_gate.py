@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakSet
 
 from aiosync._deadline import Deadline
-from aiosync._processors import yield_processor
 from aiosync.transfer.yield_request import NO_REQUEST, HeededRequest
 
 if TYPE_CHECKING:
@@ -91,12 +90,16 @@ class CommitJob:
             self.done.cancel()
             return True
 
+    def readers(self) -> list[object]:
+        """The tickets of the readers that the commit waits for."""
+        return [ticket for gate in self.gates for ticket in gate.readers()]
+
     def run_if_ready(self) -> bool:
         """Run the commit if it waits for no reader any more. Return whether that was done. In :data:`LOCK`.
 
         An interrupt (Ctrl-C) that comes before the commit leaves it waiting, so that the next call runs it.
         """
-        if self.running or any(gate.readers() for gate in self.gates):
+        if self.running or self.readers():
             return False
         interrupts: list[BaseException] = []
         try:
@@ -155,7 +158,7 @@ class ForwardPasses:
 
     def choose_yield_request(self) -> None:
         """Heed the sender of a gate that watches. In :data:`LOCK`."""
-        found = [gate.yield_request for gate in self.gates if gate.watches(self)]
+        found = [gate.yield_request for gate in self.gates if gate._passes.get(self, ()) is None]
         self.yield_request = next((each for each in found if each is not NO_REQUEST), NO_REQUEST)
 
     def run_ready(self) -> bool:
@@ -197,19 +200,15 @@ class CommitGate:
         self.yield_request = NO_REQUEST
 
     def heed(self, request: HeededRequest) -> None:
-        """Yield the processor when this sender asks for it, in threads, after each reading of the model.
+        """Yield the processor when this sender asks for it, after each reading of the model in a thread.
 
-        Not on the event loop, which a yield may block for several time slices.
+        Not after ``async with pinned()``: a yield may block the event loop for several time slices.
         """
         if request is not self.yield_request:
             with LOCK:
                 self.yield_request = request
                 for passes in self._passes:
                     passes.choose_yield_request()
-
-    def watches(self, passes: ForwardPasses) -> bool:
-        """Whether all forward passes that begin are readers."""
-        return passes in self._passes and self._passes[passes] is None
 
     def watch(self, passes: ForwardPasses) -> None:
         """Make all forward passes that begin from now on readers."""
@@ -236,6 +235,12 @@ class CommitGate:
                 inside = list(passes.inside)
                 found += inside if only is None else [ticket for ticket in inside if ticket in only]
             return found
+
+    def has_own(self) -> bool:
+        """Whether the calling thread is a reader: in a pinned body, or in a forward pass."""
+        with LOCK:
+            reads = threading.get_ident() in self.inside.values()
+            return reads or any(passes.has_own() for passes in self._passes)
 
     def _forget_unwatched(self) -> None:
         for passes, only in list(self._passes.items()):
@@ -319,13 +324,6 @@ class CommitGate:
                     passes.attention.remove(commit)
             self._announced.remove(commit)
 
-    def leave_blocking(self, ticket: object) -> None:
-        """As :meth:`leave`, in a thread that computes: another one waits to acknowledge the commit."""
-        if self.leave(ticket):
-            yield_processor()
-        else:
-            self.yield_request.heed()
-
     async def enter(self, ticket: object, reader: object, deadline: Deadline) -> None:
         """Become a reader on the event loop.
 
@@ -364,6 +362,7 @@ class CommitGate:
     def enter_blocking(self, ticket: object, reader: object, seconds: float) -> bool:
         """Become a reader in a thread, after waiting for ``seconds`` at most. Return whether it is one."""
         with LOCK:
+            self.run_ready()  # an interrupt may have kept the reader before from it
             return _changed.wait_for(lambda: self.try_enter(ticket, reader), timeout=seconds)
 
     def keeps_out(self, reader: object) -> bool:

@@ -31,19 +31,19 @@ class CommitWait:
         # The readers that were inside when the first commit after the last one was withdrawn, and still are;
         # None: none was withdrawn.
         self._long_inside: list[object] | None = None
-        # Whether the last update that found readers was committed soon.
+        # Whether the last update was committed soon: at once, or after forward passes that were short.
         self._soon = True
 
-    def block(self, commit: Callable[[], None]) -> bool:
+    def block(self, commit: Callable[[], None]) -> None:
         """Run ``commit`` at the end of the forward passes that run now in other threads, if that is soon.
 
-        Blocks the event loop meanwhile, if the gate may do that and no other one may. Returns whether it has
-        run; if not, wait for it with :meth:`wait`. Raises what it raises.
+        Blocks the event loop meanwhile, if the gate may do that and no other one may. If it has not run then,
+        wait for it with :meth:`wait`. Raises what it raises.
         """
-        if self._gate not in CommitGate.blocking:
-            return False
-        soon, self._soon = self._soon, False  # an update that is overtaken was not committed soon
-        return soon and len(CommitGate.blocking) == 1 and self._gate.commit_soon(commit, _SOON)
+        if list(CommitGate.blocking) == [self._gate]:
+            soon, self._soon = self._soon, False  # an update that is overtaken was not committed soon
+            if soon:
+                self._gate.commit_soon(commit, _SOON)
 
     async def wait(self, job: Job, on_wait: Callable[[], None]) -> None:
         """Wait until ``job.done`` is resolved or cancelled. ``on_wait()`` is called first.
@@ -91,7 +91,7 @@ class CommitWait:
         job = self.job
         if job is None:
             return
-        readers = self._gate.readers() if isinstance(job, CommitJob) else readers_before(job)
+        readers = job.readers() if isinstance(job, CommitJob) else readers_before(job)
         if readers is not None and self._long_inside is not None:
             readers = [reader for reader in readers if reader in self._long_inside]
             if not readers:

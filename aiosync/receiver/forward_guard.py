@@ -13,8 +13,8 @@ from torch import nn
 from torch._C import _dynamo
 from torch.autograd import profiler
 
-from aiosync._processors import yield_processor
 from aiosync.receiver.commit_gate import LOCK, CommitGate, ForwardPasses
+from aiosync.receiver.give_way import give_way
 
 # Not torch.compiler.is_compiling(), which is true as well where a function runs as it is, and takes longer.
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -106,10 +106,7 @@ class _GuardedPasses(ForwardPasses):
 
     def end(self) -> None:
         """Run the commits that waited for a pass, where ``attention`` is not empty as it ends."""
-        if self.forks == CommitGate.forks and self.run_ready():
-            yield_processor()  # another thread waits to acknowledge the commit
-        else:
-            self.yield_request.heed()
+        give_way(self.yield_request, committed=self.forks == CommitGate.forks and self.run_ready())
 
 
 def _passes_in(cls: type) -> _GuardedPasses | None:
@@ -155,8 +152,8 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
         guarded_module = module
 
     # The time that this function adds to a pass is that of the memory which it touches: the pass before has
-    # taken the processor's cache. So it looks at two lists, calls nothing else unless it has to, and takes
-    # the place of torch's own function.
+    # taken the processor's cache. So it looks at two lists and one byte, calls nothing else unless it has
+    # to, and takes the place of torch's own function.
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A compiler that traces this call must find nothing else here; and a copy of the module may have its
         # class. Not by super(): another thread may restore the module's class at any moment.
@@ -181,7 +178,7 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
                 if attention:
                     passes.end()
                 elif passes.yield_request.byte[0]:
-                    passes.yield_request.heed()
+                    give_way(passes.yield_request, committed=False)
         except BaseException:  # an interrupt may have ended the calls above
             if ticket in inside:
                 inside.remove(ticket)

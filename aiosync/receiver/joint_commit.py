@@ -104,7 +104,7 @@ def readers_before(part: JointPart) -> list[object] | None:
         found = _joints.get(part.key)
         if found is None or found.job is None:
             return None
-        return [ticket for gate in found.job.gates for ticket in gate.readers()]
+        return found.job.readers()
 
 
 def give_up(joint_id: str, worker: int, reason: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import aiosync
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError
+from aiosync.receiver.give_way import give_way
 from aiosync.reports import SendReport
 from aiosync.sync._bases import document
 from aiosync.sync._endpoints import BlockingReceiver, BlockingSender
@@ -125,8 +126,10 @@ class BlockingTwin:
             if not gate.enter_blocking(ticket, threading.get_ident(), seconds):
                 raise SyncTimeoutError("pin", seconds=seconds, hint="a commit waits for other readers")
             yield receiver.version
-        finally:
-            gate.leave_blocking(ticket)
+            give_way(gate.yield_request, committed=gate.leave(ticket))
+        except BaseException:
+            gate.leave(ticket)
+            raise
 
     # -- methods that the asyncio schemes do not have --------------------------------------------------
 

@@ -13,15 +13,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from aiosync._processors import yield_processor
 from aiosync.errors import ProtocolError
 from aiosync.weights.segment import Segment
 
-_MOST_YIELDS = 16
-"""From the beginning of a send until no send is in progress. A worker that yields gets less of a processor
-than other programs. And a send may wait for a worker that hangs, or the sender may be killed in it."""
+_MOST_YIELDS = 2
+"""Per send, and for one sender. A worker that yields more often computes less: another worker may get the
+processor. And a send may wait for a worker that hangs, or the sender may be killed in it."""
 
 _open: list[YieldRequest] = []
 """Those that were made and not closed, in this process and in those that it was forked from."""
@@ -44,11 +44,14 @@ class YieldRequest:
         self._owner = os.getpid()
         _open.append(self)
 
-    def begin(self) -> None:
-        """A send begins: workers yield until all that have begun have ended."""
+    def begin(self, *, anew: bool = True) -> None:
+        """A send begins: workers yield until all that have begun have ended.
+
+        ``anew``: also those that have yielded as often as they may for a send that began before.
+        """
         with self._lock:
             self._sends += 1
-            if self._sends == 1:
+            if anew or self._sends == 1:
                 self._number = self._number % 255 + 1
                 self._byte[0] = self._number
 
@@ -85,7 +88,7 @@ def asking_to_yield() -> Iterator[None]:
         for request in tuple(_open):
             if request._owner == os.getpid():
                 asked.append(request)
-                request.begin()
+                request.begin(anew=False)  # the send itself begins in the other thread
         yield
     finally:
         for request in asked:
@@ -95,12 +98,14 @@ def asking_to_yield() -> Iterator[None]:
 class HeededRequest:
     """The worker's side. ``byte[0]`` is what the sender writes. Any thread may use this."""
 
+    # This process does not yield before that time, whoever asks.
+    _not_before: ClassVar[float] = 0.0
+
     def __init__(self, byte: Sequence[int]) -> None:
         self.byte = byte
-        # What the byte was last, how often this process may still yield for that, and not before which time.
+        # What the byte was last, and how often this process may still yield for that.
         self._number = 0
         self._left = 0
-        self._not_before = 0.0
 
     @classmethod
     def attach(cls, handle: dict[str, Any]) -> HeededRequest:
@@ -118,20 +123,24 @@ class HeededRequest:
             raise ProtocolError(f"expected a handle of one shared byte, got {handle!r}") from exc
         return cls(byte)
 
-    def heed(self) -> None:
-        """Yield the processor if a send is in progress. For a thread that computes without a pause.
-
-        After a yield it computes for at least as long as others have: each change costs caches, and sends may
-        follow each other without a pause.
-        """
+    def is_due(self) -> bool:
+        """Whether a send is in progress for which this process may yield its processor now."""
         number = self.byte[0]
         if number != self._number:
             self._number, self._left = number, _MOST_YIELDS
-        if number and self._left > 0 and (begun := time.perf_counter()) >= self._not_before:
-            self._left -= 1
-            yield_processor()
-            ended = time.perf_counter()
-            self._not_before = ended + (ended - begun)
+        return number != 0 and self._left > 0 and time.perf_counter() >= HeededRequest._not_before
+
+    def heed(self) -> None:
+        """Yield the processor, which :meth:`is_due`. For a thread that computes without a pause.
+
+        After a yield the process computes for at least as long as others have: each change costs caches, and
+        sends may follow each other without a pause.
+        """
+        self._left -= 1
+        begun = time.perf_counter()
+        yield_processor()
+        ended = time.perf_counter()
+        HeededRequest._not_before = ended + (ended - begun)
 
 
 NO_REQUEST = HeededRequest(b"\0")

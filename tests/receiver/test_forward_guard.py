@@ -551,7 +551,7 @@ def test_a_pass_in_a_pass_does_not_wait_for_what_the_outer_one_holds_up(pinned: 
         assert gates[0].enter_blocking("a body", threading.get_ident(), PATIENCE)
         outer(X)
         assert not jobs[0].done.done()
-        gates[0].leave_blocking("a body")
+        gates[0].leave("a body")
     else:
         outer(X)  # submits one itself
     assert all(job.done.done() for job in jobs)
@@ -566,7 +566,7 @@ def test_a_body_in_a_pass_does_not_wait_for_what_the_pass_holds_up() -> None:
     def read() -> None:
         job = submit([gate], lambda: None)
         assert gate.enter_blocking("a body", threading.get_ident(), PATIENCE / 2)
-        gate.leave_blocking("a body")
+        gate.leave("a body")
         assert not job.done.done()
 
     module = _Reading(read)

@@ -119,6 +119,22 @@ def test_pinned_holds_commits_up(kind: type[sync.WeightSyncScheme]) -> None:
         assert pair.receiver.version == 1
 
 
+def test_an_interrupt_at_the_end_of_a_pinned_body_leaves_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = CommitGate.leave
+
+    def interrupted(gate: CommitGate, ticket: object) -> bool:
+        monkeypatch.setattr(CommitGate, "leave", leave)
+        raise KeyboardInterrupt
+
+    with Pair(sync.SharedMemWeightSyncScheme) as pair:
+        gate = pair.receiver._async.get_receiver().model_applier.gate
+        monkeypatch.setattr(CommitGate, "leave", interrupted)
+        with pytest.raises(KeyboardInterrupt), pair.receiver.pinned():
+            assert gate.inside
+        assert not gate.inside
+        assert pair.sender.send().ok
+
+
 def test_the_pass_that_holds_an_update_up_ends_without_a_turn_of_the_receiver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

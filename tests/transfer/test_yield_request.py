@@ -18,6 +18,7 @@ from aiosync.protocol.framing import encode_payload
 from aiosync.receiver import commit_gate
 from aiosync.receiver.commit_gate import CommitGate
 from aiosync.receiver.forward_guard import ForwardGuard
+from aiosync.receiver.give_way import give_way
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer import yield_request
 from aiosync.transfer.base import MemoryAccess
@@ -41,6 +42,7 @@ MODULE = partial(torch.nn.Linear, 2, 2)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in seconds, and how long each yield takes."""
     found = [100.0, 0.0]
+    monkeypatch.setattr(HeededRequest, "_not_before", 0.0)
     monkeypatch.setattr(yield_request, "time", SimpleNamespace(perf_counter=lambda: found[0]))
     return found
 
@@ -68,10 +70,10 @@ def test_a_worker_yields_while_any_send_is_in_progress(yields: list[int]) -> Non
     heeded = attached(request)
     for in_progress, act in enumerate([lambda: None, request.begin, request.begin, request.end]):
         act()
-        heeded.heed()
+        give_way(heeded, committed=False)
         assert len(yields) == in_progress
     request.end()
-    heeded.heed()
+    give_way(heeded, committed=False)
     assert len(yields) == 3
     request.close()
 
@@ -82,25 +84,45 @@ def test_a_worker_computes_for_as_long_as_it_has_let_others(yields: list[int], c
     clock[1] = 0.25
     for sends in range(1, 4):  # at once after each other
         request.begin()
-        heeded.heed()
+        give_way(heeded, committed=False)
         assert len(yields) == sends
         clock[0] += 0.125
-        heeded.heed()
+        give_way(heeded, committed=False)
         assert len(yields) == sends
         clock[0] += 0.125
         request.end()
     request.close()
 
 
-def test_a_send_that_begins_during_another_one_changes_nothing(yields: list[int]) -> None:
+def test_after_a_yield_a_worker_computes_whoever_asks(yields: list[int], clock: list[float]) -> None:
+    requests = [YieldRequest() for _ in range(2)]
+    heeded = [attached(request) for request in requests]
+    clock[1] = 0.25
+    for request in requests:
+        request.begin()
+    for half in range(2 * MOST):
+        for each in heeded:
+            give_way(each, committed=False)
+        assert len(yields) == 1 + half // 2
+        clock[0] += 0.125
+    for request in requests:
+        request.end()
+        request.close()
+
+
+def test_a_send_finds_workers_that_have_yielded_for_another_one(yields: list[int]) -> None:
+    """One that never ends, perhaps: its worker hangs."""
     request = YieldRequest()
     heeded = attached(request)
-    request.begin()
-    for _ in range(MOST + 3):
-        heeded.heed()
+    for sends in range(1, 4):
         request.begin()
-    assert len(yields) == MOST
-    for _ in range(MOST + 4):
+        for _ in range(MOST + 3):
+            give_way(heeded, committed=False)
+            with asking_to_yield():  # waits, and begins no send
+                give_way(heeded, committed=False)
+        assert len(yields) == sends * MOST
+    for _ in range(3):
+        assert heeded.byte[0]
         request.end()
     assert heeded.byte[0] == 0
     request.close()
@@ -200,7 +222,7 @@ def test_a_worker_yields_a_few_times_for_each_send(yields: list[int]) -> None:
     for sends in range(1, 300):  # more than a byte counts
         request.begin()
         for _ in range(MOST + 3):
-            heeded.heed()
+            give_way(heeded, committed=False)
         assert len(yields) == sends * MOST
         request.end()
     request.close()
@@ -235,12 +257,12 @@ def test_the_passes_of_a_guarded_module_heed_the_request(late: bool, yields: lis
     module(torch.ones(2))
     assert len(yields) == 1
     gate.enter_blocking("a", "a", PATIENCE)
-    gate.leave_blocking("a")
+    give_way(gate.yield_request, committed=gate.leave("a"))
     assert len(yields) == 2
     request.end()
     module(torch.ones(2))
     gate.enter_blocking("a", "a", PATIENCE)
-    gate.leave_blocking("a")
+    give_way(gate.yield_request, committed=gate.leave("a"))
     assert len(yields) == 2
     guard.remove()
     request.close()
