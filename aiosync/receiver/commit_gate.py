@@ -141,8 +141,9 @@ class ForwardPasses:
         # Not empty: there are commits that wait or run, or the next pass has something else to do.
         self.attention: list[object] = [] if _ORDERED else [self]
         self.gates: list[CommitGate] = []
-        # What a sender asks of a thread whose pass has ended. See choose_yield_request().
+        # What a sender asks of a thread whose pass has ended, and its byte. See choose_yield_request().
         self.yield_request = NO_REQUEST
+        self.asked = [NO_REQUEST.byte]
         # Of the function that runs a pass. Its variable ``ticket`` is the ticket.
         self._code = code
 
@@ -160,6 +161,7 @@ class ForwardPasses:
         """Heed the sender of a gate that watches. In :data:`LOCK`."""
         found = [gate.yield_request for gate in self.gates if gate._passes.get(self, ()) is None]
         self.yield_request = next((each for each in found if each is not NO_REQUEST), NO_REQUEST)
+        self.asked[0] = self.yield_request.byte
 
     def run_ready(self) -> bool:
         """Run the commits that wait for no reader any more. Return whether there was one."""

@@ -177,7 +177,7 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
                     inside.remove(ticket)
                 if attention:
                     passes.end()
-                elif passes.yield_request.byte[0]:
+                elif asked[0][0]:
                     give_way(passes.yield_request, committed=False)
         except BaseException:  # an interrupt may have ended the calls above
             if ticket in inside:
@@ -188,7 +188,7 @@ def _guard_class_of(module: nn.Module) -> _GuardedPasses:
 
     passes = _GuardedPasses(call.__code__)
     passes.set_module = set_module
-    inside, attention = passes.inside, passes.attention
+    inside, attention, asked = passes.inside, passes.attention, passes.asked
     call.aiosync_passes = passes  # type: ignore[attr-defined]
     _skip(call)
     _give_class(module, call)

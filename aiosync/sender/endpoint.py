@@ -33,6 +33,7 @@ from aiosync.sender.worker_group import WorkerGroup
 from aiosync.stats import SchemeStats
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.slots import SlotPool
+from aiosync.transfer.yield_request import asking_to_yield
 from aiosync.transports._offload import Offloader, uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import FramedTransport, Listener
@@ -342,7 +343,8 @@ class WeightSender(SendingEndpoint):
     async def wait_ack_until(self, worker_ids: WorkerIds, deadline: Deadline) -> SendReport:
         self.check_open()
         targets = self.registry.resolve(worker_ids)
-        return await self._acks.wait_for_acks(targets, deadline)
+        with asking_to_yield(group.yield_request for group in self._groups):
+            return await self._acks.wait_for_acks(targets, deadline)
 
     # -- close --------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -19,9 +19,11 @@ from aiosync._processors import yield_processor
 from aiosync.errors import ProtocolError
 from aiosync.weights.segment import Segment
 
-_MOST_YIELDS = 2
-"""Per send, and for one sender. A worker that yields more often computes less: another worker may get the
-processor. And a send may wait for a worker that hangs, or the sender may be killed in it."""
+_MOST_YIELDS = 16
+_YIELDS_PER_SECOND = 150
+"""How often a process yields: so often in a row, after it has not for a while, and so often in each second. A
+worker that yields gets less of a processor than other programs, and each change costs caches. The trainer may
+send all the time. A send may wait for a worker that hangs, or the sender may be killed in it."""
 
 _open: list[YieldRequest] = []
 """Those that were made and not closed, in this process and in those that it was forked from."""
@@ -36,24 +38,18 @@ class YieldRequest:
 
     def __init__(self) -> None:
         self._segment = Segment.shared(1)
-        # 0: no send is in progress. Otherwise a number from 1 to 255, another one than the last time.
+        # 0: no send is in progress.
         self._byte = self._segment.buffer.numpy().data
-        self._number = 0
         self._sends = 0
         self._lock = threading.Lock()
         self._owner = os.getpid()
         _open.append(self)
 
-    def begin(self, *, anew: bool = True) -> None:
-        """A send begins: workers yield until all that have begun have ended.
-
-        ``anew``: also those that have yielded as often as they may for a send that began before.
-        """
+    def begin(self) -> None:
+        """A send begins: workers yield until all that have begun have ended."""
         with self._lock:
             self._sends += 1
-            if anew or self._sends == 1:
-                self._number = self._number % 255 + 1
-                self._byte[0] = self._number
+            self._byte[0] = 1
 
     def end(self) -> None:
         """A send that :meth:`begin` was called for has ended."""
@@ -78,17 +74,18 @@ class YieldRequest:
 
 
 @contextmanager
-def asking_to_yield() -> Iterator[None]:
-    """In the body, the workers of all this process's senders are asked to yield.
+def asking_to_yield(requests: Iterable[YieldRequest | None] = _open) -> Iterator[None]:
+    """In the body, workers are asked to yield: those of all this process's senders, or of some.
 
-    For a thread that waits for another one to send. It needs a processor before that and after it too.
+    For a thread that waits for another one to send: it needs a processor before that and after it too. And
+    for a call that waits for the answers to an earlier send.
     """
     asked: list[YieldRequest] = []
     try:
-        for request in tuple(_open):
-            if request._owner == os.getpid():
+        for request in tuple(requests):
+            if request is not None and request._owner == os.getpid():
                 asked.append(request)
-                request.begin(anew=False)  # the send itself begins in the other thread
+                request.begin()
         yield
     finally:
         for request in asked:
@@ -98,14 +95,14 @@ def asking_to_yield() -> Iterator[None]:
 class HeededRequest:
     """The worker's side. ``byte[0]`` is what the sender writes. Any thread may use this."""
 
-    # This process does not yield before that time, whoever asks.
+    # For all senders of this process: how often it may yield now, and when that was counted; and the time
+    # before which it does not.
+    _left: ClassVar[float] = _MOST_YIELDS
+    _counted: ClassVar[float] = 0.0
     _not_before: ClassVar[float] = 0.0
 
     def __init__(self, byte: Sequence[int]) -> None:
         self.byte = byte
-        # What the byte was last, and how often this process may still yield for that.
-        self._number = 0
-        self._left = 0
 
     @classmethod
     def attach(cls, handle: dict[str, Any]) -> HeededRequest:
@@ -125,22 +122,23 @@ class HeededRequest:
 
     def is_due(self) -> bool:
         """Whether a send is in progress for which this process may yield its processor now."""
-        number = self.byte[0]
-        if number != self._number:
-            self._number, self._left = number, _MOST_YIELDS
-        return number != 0 and self._left > 0 and time.perf_counter() >= HeededRequest._not_before
+        if not self.byte[0]:
+            return False
+        shared, now = HeededRequest, time.perf_counter()
+        more = (now - shared._counted) * _YIELDS_PER_SECOND
+        shared._left, shared._counted = min(shared._left + more, _MOST_YIELDS), now
+        return shared._left >= 1 and now >= shared._not_before
 
     def heed(self) -> None:
         """Yield the processor, which :meth:`is_due`. For a thread that computes without a pause.
 
-        After a yield the process computes for at least as long as others have: each change costs caches, and
-        sends may follow each other without a pause.
+        After a yield the process computes for at least as long as others have.
         """
-        self._left -= 1
-        begun = time.perf_counter()
+        shared, begun = HeededRequest, time.perf_counter()
+        shared._left -= 1
         yield_processor()
         ended = time.perf_counter()
-        HeededRequest._not_before = ended + (ended - begun)
+        shared._not_before = ended + (ended - begun)
 
 
 NO_REQUEST = HeededRequest(b"\0")

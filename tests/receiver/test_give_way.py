@@ -27,6 +27,7 @@ def yields(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(giving, "yield_processor", lambda: found.append("committed"))
     monkeypatch.setattr(yield_request, "yield_processor", lambda: found.append("asked"))
     monkeypatch.setattr(HeededRequest, "_not_before", 0.0)
+    monkeypatch.setattr(HeededRequest, "_left", 16.0)
     return found
 
 

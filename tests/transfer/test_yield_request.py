@@ -34,6 +34,7 @@ from tests.kit.local import LocalCluster
 from tests.kit.seams import groups_of
 
 MOST = yield_request._MOST_YIELDS
+PER_SECOND = yield_request._YIELDS_PER_SECOND
 LAYOUT = Layout([("a", (4,), torch.float32)])
 MODULE = partial(torch.nn.Linear, 2, 2)
 
@@ -43,6 +44,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in seconds, and how long each yield takes."""
     found = [100.0, 0.0]
     monkeypatch.setattr(HeededRequest, "_not_before", 0.0)
+    monkeypatch.setattr(HeededRequest, "_left", MOST)
+    monkeypatch.setattr(HeededRequest, "_counted", 100.0)
     monkeypatch.setattr(yield_request, "time", SimpleNamespace(perf_counter=lambda: found[0]))
     return found
 
@@ -100,7 +103,7 @@ def test_after_a_yield_a_worker_computes_whoever_asks(yields: list[int], clock: 
     clock[1] = 0.25
     for request in requests:
         request.begin()
-    for half in range(2 * MOST):
+    for half in range(MOST):
         for each in heeded:
             give_way(each, committed=False)
         assert len(yields) == 1 + half // 2
@@ -108,24 +111,6 @@ def test_after_a_yield_a_worker_computes_whoever_asks(yields: list[int], clock: 
     for request in requests:
         request.end()
         request.close()
-
-
-def test_a_send_finds_workers_that_have_yielded_for_another_one(yields: list[int]) -> None:
-    """One that never ends, perhaps: its worker hangs."""
-    request = YieldRequest()
-    heeded = attached(request)
-    for sends in range(1, 4):
-        request.begin()
-        for _ in range(MOST + 3):
-            give_way(heeded, committed=False)
-            with asking_to_yield():  # waits, and begins no send
-                give_way(heeded, committed=False)
-        assert len(yields) == sends * MOST
-    for _ in range(3):
-        assert heeded.byte[0]
-        request.end()
-    assert heeded.byte[0] == 0
-    request.close()
 
 
 @pytest.fixture
@@ -216,16 +201,24 @@ def test_without_the_interpreters_lock_passes_heed_the_request_too(
     request.close()
 
 
-def test_a_worker_yields_a_few_times_for_each_send(yields: list[int]) -> None:
-    request = YieldRequest()
-    heeded = attached(request)
-    for sends in range(1, 300):  # more than a byte counts
+def test_a_process_yields_a_few_times_in_a_row_and_so_often_a_second(
+    yields: list[int], clock: list[float]
+) -> None:
+    """Also for a send that never ends, perhaps because its worker hangs; and for several senders together."""
+    requests = [YieldRequest() for _ in range(2)]
+    heeded = [attached(request) for request in requests]
+    for request in requests:
         request.begin()
-        for _ in range(MOST + 3):
-            give_way(heeded, committed=False)
-        assert len(yields) == sends * MOST
+    for seconds, more in [(0.0, MOST), (0.5 / PER_SECOND, 0), (1.0 / PER_SECOND, 1), (1000.0, MOST)]:
+        clock[0] += seconds
+        before = len(yields)
+        for _ in range(2 * MOST):
+            for each in heeded:
+                give_way(each, committed=False)
+        assert len(yields) - before == more
+    for request in requests:
         request.end()
-    request.close()
+        request.close()
 
 
 def test_a_thread_that_waits_for_a_send_asks_for_all_senders_of_its_process(
@@ -280,7 +273,12 @@ async def test_workers_are_asked_to_yield_while_an_awaited_send_is_in_progress(c
             assert not sending.done()
         await within(sending)
         assert not request._byte[0]
-        await cluster.scheme.send(wait=False)
+        async with cluster.workers[0].scheme.pinned():
+            await cluster.scheme.send(wait=False)
+            assert not request._byte[0]
+            waiting = asyncio.create_task(cluster.scheme.wait_ack())
+            await eventually(lambda: bool(request._byte[0]), "the workers are asked")
+        await within(waiting)
         assert not request._byte[0]
         with pytest.raises(AiosyncError):
             await cluster.scheme.send({"no such entry": torch.zeros(1)}, strict=False)
