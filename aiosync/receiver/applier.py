@@ -20,6 +20,7 @@ from aiosync.receiver.listeners import UpdateListener, cascade, in_format
 from aiosync.receiver.staging import StagingBuffers, own_copies
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
 from aiosync.transfer.base import InboundTransfer, Transfer
+from aiosync.transfer.yield_request import NO_REQUEST
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import FramedTransport
 from aiosync.weights.binding import Binding, Staged
@@ -107,17 +108,16 @@ class WeightApplier(Applier):
     async def reserve(self) -> None:
         back_buffers = self._back_buffers
         assert back_buffers is not None
-
-        def warm(_: object) -> None:
-            back_buffers.reserve()
-            self._forget_leftover()
-
-        await self._offloader.run(warm)
+        await self._offloader.run(lambda _: back_buffers.reserve())
+        await self._offloader.run(lambda _: self._forget_leftover())
 
     def _forget_leftover(self) -> None:
         """Free the memory that the model had before its first commit. Blocking."""
         self.binding.forget_replaced()
         self._leftover = False
+
+    def disconnected(self) -> None:
+        self.gate.heed(NO_REQUEST)  # a sender that was killed during a send would ask for ever
 
     async def detach(self) -> None:
         if self._viewing:
@@ -147,8 +147,7 @@ class WeightApplier(Applier):
         ``patience``: seconds that a forward pass waits for a commit.
         """
         self._patience = patience
-        with LOCK:
-            CommitGate.blocking.add(self.gate)
+        self._wait.allow_blocking(True)
         if isinstance(self.model, nn.Module) and self._guard is None:
             self._guard = ForwardGuard(self.gate, self.model, patience, self._acting)
 
@@ -159,8 +158,7 @@ class WeightApplier(Applier):
             self._listener.acting(self.version)
 
     def _unguard(self) -> None:
-        with LOCK:
-            CommitGate.blocking.discard(self.gate)
+        self._wait.allow_blocking(False)
         if self._guard is not None:
             self._guard.remove()
             self._guard = None

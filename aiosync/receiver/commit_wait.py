@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeAlias
 
-from aiosync.receiver.commit_gate import CommitGate, CommitJob
+from aiosync.receiver.commit_gate import LOCK, CommitGate, CommitJob
 from aiosync.receiver.joint_commit import JointPart, drop_out, leave, readers_before
 
 Job: TypeAlias = CommitJob | JointPart
@@ -34,13 +34,23 @@ class CommitWait:
         # Whether the last update was committed soon: at once, or after forward passes that were short.
         self._soon = True
 
+    def allow_blocking(self, allowed: bool) -> None:
+        """Whether :meth:`block` may block the event loop: it is aiosync's own."""
+        with LOCK:
+            if allowed:
+                CommitGate.blocking.add(self._gate)
+            else:
+                CommitGate.blocking.discard(self._gate)
+
     def block(self, commit: Callable[[], None]) -> None:
         """Run ``commit`` at the end of the forward passes that run now in other threads, if that is soon.
 
         Blocks the event loop meanwhile, if the gate may do that and no other one may. If it has not run then,
         wait for it with :meth:`wait`. Raises what it raises.
         """
-        if list(CommitGate.blocking) == [self._gate]:
+        with LOCK:
+            alone = list(CommitGate.blocking) == [self._gate]
+        if alone:
             soon, self._soon = self._soon, False  # an update that is overtaken was not committed soon
             if soon:
                 self._gate.commit_soon(commit, _SOON)

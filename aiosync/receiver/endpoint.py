@@ -206,6 +206,7 @@ class WeightReceiver(ReceivingEndpoint):
         if self.ended is None:
             self.ended, self.lost = reason, lost
             self._handler.give_up_joint(f"the connection ended: {reason}")
+            self.applier.disconnected()
             self._changed.set()
             self._handler.answered.set()
             if lost:

@@ -242,5 +242,5 @@ def _skip(function: Any, *, with_calls: bool = False) -> None:
     frames.set_code_exec_strategy(function.__code__, as_it_is)
 
 
-for _function in (_GuardedPasses.begin, _GuardedPasses.end):
+for _function in (_GuardedPasses.begin, _GuardedPasses.end, give_way):
     _skip(_function, with_calls=True)  # under ``fullgraph=True`` a lock would be an error

@@ -123,13 +123,14 @@ class BlockingTwin:
         ticket = object()
         gate = receiver.model_applier.gate
         try:
-            if not gate.enter_blocking(ticket, threading.get_ident(), seconds):
-                raise SyncTimeoutError("pin", seconds=seconds, hint="a commit waits for other readers")
-            yield receiver.version
-            give_way(gate.yield_request, committed=gate.leave(ticket))
-        except BaseException:
-            gate.leave(ticket)
-            raise
+            try:
+                if not gate.enter_blocking(ticket, threading.get_ident(), seconds):
+                    raise SyncTimeoutError("pin", seconds=seconds, hint="a commit waits for other readers")
+                yield receiver.version
+            finally:
+                give_way(gate.yield_request, committed=gate.leave(ticket))
+        finally:
+            gate.leave(ticket)  # an interrupt may have ended the call above
 
     # -- methods that the asyncio schemes do not have --------------------------------------------------
 

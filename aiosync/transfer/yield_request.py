@@ -95,10 +95,8 @@ def asking_to_yield(requests: Iterable[YieldRequest | None] = _open) -> Iterator
 class HeededRequest:
     """The worker's side. ``byte[0]`` is what the sender writes. Any thread may use this."""
 
-    # For all senders of this process: how often it may yield now, and when that was counted; and the time
-    # before which it does not.
-    _left: ClassVar[float] = _MOST_YIELDS
-    _counted: ClassVar[float] = 0.0
+    # For all senders of this process: when it may yield _MOST_YIELDS times again, and when at all.
+    _whole_at: ClassVar[float] = 0.0
     _not_before: ClassVar[float] = 0.0
 
     def __init__(self, byte: Sequence[int]) -> None:
@@ -125,9 +123,7 @@ class HeededRequest:
         if not self.byte[0]:
             return False
         shared, now = HeededRequest, time.perf_counter()
-        more = (now - shared._counted) * _YIELDS_PER_SECOND
-        shared._left, shared._counted = min(shared._left + more, _MOST_YIELDS), now
-        return shared._left >= 1 and now >= shared._not_before
+        return now >= shared._not_before and (shared._whole_at - now) * _YIELDS_PER_SECOND <= _MOST_YIELDS - 1
 
     def heed(self) -> None:
         """Yield the processor, which :meth:`is_due`. For a thread that computes without a pause.
@@ -135,7 +131,7 @@ class HeededRequest:
         After a yield the process computes for at least as long as others have.
         """
         shared, begun = HeededRequest, time.perf_counter()
-        shared._left -= 1
+        shared._whole_at = max(shared._whole_at, begun) + 1 / _YIELDS_PER_SECOND
         yield_processor()
         ended = time.perf_counter()
         shared._not_before = ended + (ended - begun)

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from torch.nn.utils import parametrize
 from aiosync.receiver import commit_gate, forward_guard
 from aiosync.receiver.commit_gate import CommitGate, CommitJob, submit
 from aiosync.receiver.forward_guard import ForwardGuard
+from aiosync.transfer.yield_request import HeededRequest
 from tests.kit.clock import BRIEF, PATIENCE
 
 T = TypeVar("T")
@@ -293,9 +295,20 @@ def test_hooks_and_a_compiled_module_are_kept(guarded: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sends", [True, False])
 @pytest.mark.parametrize("how", ["compile", "compile()", "outer", "script", "trace", "export", "strict"])
-def test_compilers_see_the_users_own_code(guarded: Any, entered: list[object], how: str) -> None:
+def test_compilers_see_the_users_own_code(
+    guarded: Any, entered: list[object], how: str, sends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``sends``: a sender asks for the processor at the end of the pass."""
     plain = copy.deepcopy(guarded)
+    passes = forward_guard._passes_of(guarded)
+    assert passes is not None
+    monkeypatch.setattr(CommitGate, "blocking", WeakSet(passes.gates))
+    monkeypatch.setattr(HeededRequest, "_whole_at", 0.0)
+    monkeypatch.setattr(HeededRequest, "_not_before", 0.0)
+    if sends:
+        passes.gates[0].heed(HeededRequest(b"\1"))
     out: Any
     compiled: Any
     jit: Any = torch.jit
@@ -303,6 +316,7 @@ def test_compilers_see_the_users_own_code(guarded: Any, entered: list[object], h
         compiled = torch.compile(guarded, fullgraph=True, backend="eager")
         out = compiled(X)
         assert len(entered) == 1
+        assert bool(HeededRequest._not_before) == sends
     elif how == "compile()":
         guarded.compile(fullgraph=True, backend="eager")
         out = guarded(X)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ def yields(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(giving, "yield_processor", lambda: found.append("committed"))
     monkeypatch.setattr(yield_request, "yield_processor", lambda: found.append("asked"))
-    monkeypatch.setattr(HeededRequest, "_not_before", 0.0)
-    monkeypatch.setattr(HeededRequest, "_left", 16.0)
+    monkeypatch.setattr(giving, "_thread", giving._Thread())
+    monkeypatch.setattr(yield_request, "time", SimpleNamespace(perf_counter=lambda: 100.0))
+    for name in ("_whole_at", "_not_before"):
+        monkeypatch.setattr(HeededRequest, name, 0.0)
     return found
 
 
@@ -45,9 +48,9 @@ def asked() -> HeededRequest:
     return HeededRequest(b"\1")
 
 
-def leave(gate: CommitGate) -> None:
+def leave(gate: CommitGate, body: str = "a body") -> None:
     """End a pinned body, as the blocking twins do."""
-    give_way(gate.yield_request, committed=gate.leave("a body"))
+    give_way(gate.yield_request, committed=gate.leave(body))
 
 
 @pytest.mark.parametrize("waiting", [True, False])
@@ -63,19 +66,15 @@ def test_a_thread_that_has_committed_yields_its_processor(waiting: bool, yields:
 
 @pytest.mark.parametrize("around", [0, 1], ids=["the same model", "another model"])
 @pytest.mark.parametrize("commits", [True, False])
-def test_a_body_in_a_body_gives_no_way(
+def test_a_body_in_a_body_gives_way_at_the_end_of_the_outer_one(
     around: int, commits: bool, gates: list[CommitGate], yields: list[str]
 ) -> None:
     gates[0].heed(asked())
     gates[around].enter_blocking("the outer body", HERE(), PATIENCE)
-    gates[0].enter_blocking("a body", HERE(), PATIENCE)
-    if commits:
-        submit([gates[0]], lambda: None)
-    leave(gates[0])
+    give_way(gates[0].yield_request, committed=commits)
     assert not yields
-    gates[around].leave("the outer body")
-    give_way(gates[0].yield_request, committed=False)
-    assert yields == ["asked"]
+    leave(gates[around], "the outer body")
+    assert yields == (["committed"] if commits else ["asked"] if around == 0 else [])
 
 
 def test_a_thread_gives_way_whatever_others_read(gates: list[CommitGate], yields: list[str]) -> None:
@@ -86,33 +85,47 @@ def test_a_thread_gives_way_whatever_others_read(gates: list[CommitGate], yields
     assert yields == ["asked"]
 
 
-class _Outer(nn.Module):
-    def __init__(self, inner: nn.Module, after: list[str]) -> None:
+class _Reading(nn.Module):
+    """Its forward pass calls ``inner`` if it has one, and then ``then``."""
+
+    def __init__(self, inner: nn.Module | None, then: Callable[[], object]) -> None:
         super().__init__()
         self.inner = inner
-        self.after = after
+        self.then = then
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x)
-        self.after.append("inner ended")
+        out: torch.Tensor = x if self.inner is None else self.inner(x)
+        self.then()
         return out
 
 
-def test_a_pass_in_a_pass_gives_no_way(gates: list[CommitGate], yields: list[str]) -> None:
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_pass_in_a_pass_gives_no_way(busy: bool, gates: list[CommitGate], yields: list[str]) -> None:
+    """``busy``: each pass has something to do in the gate when it ends."""
     inner = nn.Linear(2, 2)
-    outer = _Outer(inner, yields)
+    outer = _Reading(inner, lambda: yields.append("inner ended"))
     guards = [
         ForwardGuard(gate, module, PATIENCE, lambda: None)
         for gate, module in zip(gates, (inner, outer), strict=True)
     ]
-    for gate in gates:
+    for gate, guard in zip(gates, guards, strict=True):
         gate.heed(asked())
-    for _ in range(2):  # the first pass has something to do in the gate, the second has not
+        guard._passes.attention += ["a test"] * busy
+    for _ in range(2):
         yields.clear()
         outer(torch.ones(2))
         assert yields == ["inner ended", "asked"]
     for guard in guards:
         guard.remove()
+
+
+def test_a_pass_that_has_committed_gives_way(yields: list[str]) -> None:
+    gate = CommitGate()
+    module = _Reading(None, lambda: submit([gate], lambda: yields.append("commits")))
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    module(torch.ones(2))
+    assert yields == ["commits", "committed"]
+    guard.remove()
 
 
 def test_a_pass_in_a_pinned_body_gives_no_way(gates: list[CommitGate], yields: list[str]) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ import torch
 
 import aiosync
 from aiosync import sync
-from aiosync.receiver.commit_gate import CommitGate
+from aiosync.receiver import give_way
+from aiosync.receiver.commit_gate import CommitGate, submit
 from aiosync.receiver.commit_wait import CommitWait
 from aiosync.receiver.update_handler import UpdateHandler
 from aiosync.sync import collectors as sync_collectors
@@ -119,6 +121,21 @@ def test_pinned_holds_commits_up(kind: type[sync.WeightSyncScheme]) -> None:
         assert pair.receiver.version == 1
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_thread_that_commits_at_the_end_of_a_pinned_body_gives_way(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(give_way, "yield_processor", lambda: events.append("yielded"))
+    with Pair(sync.SharedMemWeightSyncScheme) as pair:
+        gate = pair.receiver._async.get_receiver().model_applier.gate
+        with suppress(ZeroDivisionError), pair.receiver.pinned():
+            submit([gate], lambda: events.append("committed"))
+            if fails:
+                raise ZeroDivisionError
+        assert events == ["committed", "yielded"]
+
+
 def test_an_interrupt_at_the_end_of_a_pinned_body_leaves_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     leave = CommitGate.leave
 
@@ -176,9 +193,8 @@ def test_a_commit_that_has_run_counts_although_an_interrupt_kept_it_from_being_n
 ) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
-    def block(wait: CommitWait, commit: Callable[[], None]) -> bool:
+    def block(wait: CommitWait, commit: Callable[[], None]) -> None:
         commit()
-        return False
 
     def forward(module: torch.nn.Module, given: object) -> None:
         inside.set()

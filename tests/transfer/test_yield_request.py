@@ -1,4 +1,4 @@
-"""Workers that compute yield the processor while a send is in progress, a few times for each send."""
+"""Workers that compute yield the processor while a send is in progress, so often a second."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in seconds, and how long each yield takes."""
     found = [100.0, 0.0]
     monkeypatch.setattr(HeededRequest, "_not_before", 0.0)
-    monkeypatch.setattr(HeededRequest, "_left", MOST)
-    monkeypatch.setattr(HeededRequest, "_counted", 100.0)
+    monkeypatch.setattr(HeededRequest, "_whole_at", 0.0)
     monkeypatch.setattr(yield_request, "time", SimpleNamespace(perf_counter=lambda: found[0]))
     return found
 
@@ -283,6 +282,18 @@ async def test_workers_are_asked_to_yield_while_an_awaited_send_is_in_progress(c
         with pytest.raises(AiosyncError):
             await cluster.scheme.send({"no such entry": torch.zeros(1)}, strict=False)
         assert not request._byte[0]
+
+
+@pytest.mark.parametrize("seconds", [0.0, PATIENCE], ids=["ends", "reconnects"])
+async def test_a_worker_that_has_lost_its_sender_heeds_it_no_longer(seconds: float) -> None:
+    (case,) = [case for case in SCHEMES if case.name == "tcp"]
+    async with LocalCluster(case, 1, serve=False) as cluster:
+        receiver = cluster.workers[0].scheme.get_receiver()
+        receiver._connector.seconds = seconds
+        gate = receiver.model_applier.gate
+        gate.heed(HeededRequest(b"\1"))
+        receiver.connection_lost("the sender was killed")
+        assert gate.yield_request is NO_REQUEST
 
 
 def test_another_connection_brings_another_request() -> None:
