@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from aiosync.errors import NotConnectedError, ProtocolError
-from aiosync.receiver.commit_gate import LOCK, CommitGate, submit
+from aiosync.receiver.commit_gate import CommitGate, submit
+from aiosync.receiver.commit_job import LOCK
 from aiosync.receiver.commit_wait import CommitWait, Job
 from aiosync.receiver.forward_guard import ForwardGuard
 from aiosync.receiver.joint_commit import join
@@ -177,7 +178,7 @@ class WeightApplier(Applier):
                 if waiting is None:
                     await self._rebind(model, listener, may_view)
                     return
-            await asyncio.wait([asyncio.wrap_future(waiting.done)])
+            await waiting.done.wait()
 
     async def _rebind(self, model: WeightTarget | None, listener: UpdateListener, may_view: bool) -> None:
         inbound, former = self.inbound, self.model
@@ -267,8 +268,7 @@ class WeightApplier(Applier):
         if update.names is not None:
             pending.names = back_buffers.names_of(update, self.version)
         staged, pairs = back_buffers.stage(update, pending.names)
-        if pairs:
-            copy_few(pairs)
+        copy_few(pairs)
         if binding.ties:
             binding.check(staged.views)
         pending.staged, pending.back_buffers = staged, back_buffers

@@ -24,7 +24,6 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from types import CodeType, FrameType
@@ -32,15 +31,12 @@ from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakSet
 
 from aiosync._deadline import Deadline
+from aiosync.receiver.commit_job import CHANGED, LOCK, CommitJob, Outcome
 from aiosync.transfer.yield_request import NO_REQUEST, HeededRequest
 
 if TYPE_CHECKING:
     from aiosync.receiver.updates import Applier
 
-# The bare lock is entered without running Python code, so that an interrupt (Ctrl-C) cannot come between
-# taking it and the body that gives it back.
-LOCK = threading.RLock()
-_changed = threading.Condition(LOCK)
 # Whether all threads see changes of lists in the same order: the interpreter has its lock.
 _ORDERED: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 # The innermost pinned body that this task is in, or was started in.
@@ -71,64 +67,6 @@ def _not_ended(body: PinnedBody | None) -> PinnedBody | None:
     return body
 
 
-class CommitJob:
-    """One commit that waits for its gates."""
-
-    def __init__(self, gates: Sequence[CommitGate], commit: Callable[[], None]) -> None:
-        self.gates = tuple(gates)
-        # Resolves when the commit has run, with the exception that it raised; cancelled if it was withdrawn.
-        self.done: Future[None] = Future()
-        self.running = False
-        self._commit = commit
-
-    def withdraw(self) -> bool:
-        """Cancel the commit. Return False if it has run already."""
-        with LOCK:
-            if self.done.done():
-                return False
-            self._leave()
-            self.done.cancel()
-            return True
-
-    def readers(self) -> list[object]:
-        """The tickets of the readers that the commit waits for."""
-        return [ticket for gate in self.gates for ticket in gate.readers()]
-
-    def run_if_ready(self) -> bool:
-        """Run the commit if it waits for no reader any more. Return whether that was done. In :data:`LOCK`.
-
-        An interrupt (Ctrl-C) that comes before the commit leaves it waiting, so that the next call runs it.
-        """
-        if self.running or self.readers():
-            return False
-        interrupts: list[BaseException] = []
-        try:
-            self.running = True
-            while not self.done.done():
-                try:
-                    self._commit()
-                except Exception as exc:  # noqa: BLE001 - the future carries it to the caller of submit()
-                    self.done.set_exception(exc)
-                except BaseException as exc:  # noqa: BLE001 - raised below
-                    # It was for this thread and not for the commit, which was undone and runs again.
-                    interrupts.append(exc)
-                else:
-                    self.done.set_result(None)
-        finally:
-            self.running = False
-        self._leave()
-        if interrupts:
-            raise interrupts[0]
-        return True
-
-    def _leave(self) -> None:
-        for gate in self.gates:
-            gate.conclude(self)
-            if self in gate.waiting:
-                gate.waiting.remove(self)
-        _changed.notify_all()
-
-
 class ForwardPasses:
     """The forward passes of one module that run now, in any thread. Several gates may watch them.
 
@@ -154,7 +92,7 @@ class ForwardPasses:
             # Commits may have found the pass, and wait for it.
             self.inside.remove(ticket)
             self.run_ready()
-            _changed.wait_for(lambda: not any(gate.keeps_out(reader) for gate in gates), timeout=seconds)
+            CHANGED.wait_for(lambda: not any(gate.keeps_out(reader) for gate in gates), timeout=seconds)
             self.inside.append(ticket)
 
     def choose_yield_request(self) -> None:
@@ -303,8 +241,8 @@ class CommitGate:
             return False
         job = submit([self], commit)
         try:
-            with suppress(TimeoutError):
-                job.done.exception(seconds)
+            with LOCK:
+                CHANGED.wait_for(job.done.done, seconds)
             if job.withdraw():
                 return False
             job.done.result()
@@ -339,7 +277,7 @@ class CommitGate:
                 continue
             try:
                 async with asyncio.timeout(deadline.remaining()):
-                    await asyncio.wait([asyncio.wrap_future(job.done)])
+                    await job.done.wait()
             except TimeoutError:
                 raise deadline.error("pin", hint="a commit waits for other readers to leave") from None
 
@@ -365,7 +303,7 @@ class CommitGate:
         """Become a reader in a thread, after waiting for ``seconds`` at most. Return whether it is one."""
         with LOCK:
             self.run_ready()  # an interrupt may have kept the reader before from it
-            return _changed.wait_for(lambda: self.try_enter(ticket, reader), timeout=seconds)
+            return CHANGED.wait_for(lambda: self.try_enter(ticket, reader), timeout=seconds)
 
     def keeps_out(self, reader: object) -> bool:
         """Whether a commit waits that ``reader`` is not itself holding up."""
@@ -380,9 +318,11 @@ class CommitGate:
         return reader not in inside and not any(each.has_own() for gate in gates for each in gate._passes)
 
 
-def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob:
+def submit(
+    gates: Sequence[CommitGate], commit: Callable[[], None], then: Callable[[Outcome], None] | None = None
+) -> CommitJob:
     """Run ``commit`` as soon as no gate has a reader: now, in this thread, if that is so already."""
-    job = CommitJob(gates, commit)
+    job = CommitJob(gates, commit, then)
     with LOCK:
         for gate in gates:
             gate.waiting.append(job)

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeAlias
 
-from aiosync.receiver.commit_gate import LOCK, CommitGate, CommitJob
+from aiosync.receiver.commit_gate import CommitGate
+from aiosync.receiver.commit_job import LOCK, CommitJob
 from aiosync.receiver.joint_commit import JointPart, drop_out, leave, readers_before
 
 Job: TypeAlias = CommitJob | JointPart
@@ -63,20 +64,8 @@ class CommitWait:
         """
         self.job = job
         on_wait()
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-
-        def end() -> None:
-            if not ended.done():
-                ended.set_result(None)
-
-        def wake(_: object) -> None:  # in the thread that has committed
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(end)
-
-        job.done.add_done_callback(wake)
         try:
-            await ended
+            await job.done.wait()
         except asyncio.CancelledError:
             if isinstance(job, CommitJob):
                 job.withdraw()

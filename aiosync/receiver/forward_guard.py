@@ -13,7 +13,8 @@ from torch import nn
 from torch._C import _dynamo
 from torch.autograd import profiler
 
-from aiosync.receiver.commit_gate import LOCK, CommitGate, ForwardPasses
+from aiosync.receiver.commit_gate import CommitGate, ForwardPasses
+from aiosync.receiver.commit_job import LOCK
 from aiosync.receiver.give_way import give_way
 
 # Not torch.compiler.is_compiling(), which is true as well where a function runs as it is, and takes longer.

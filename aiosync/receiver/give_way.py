@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 from aiosync._processors import yield_processor
-from aiosync.receiver.commit_gate import LOCK, CommitGate
+from aiosync.receiver.commit_gate import CommitGate
+from aiosync.receiver.commit_job import LOCK
 from aiosync.transfer.yield_request import HeededRequest
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from aiosync.errors import JointUpdateError
 from aiosync.protocol.frames import Joint
-from aiosync.receiver.commit_gate import LOCK, CommitGate, CommitJob, submit
+from aiosync.receiver.commit_gate import CommitGate, submit
+from aiosync.receiver.commit_job import LOCK, CommitJob, Outcome
 
 JointKey: TypeAlias = tuple[str, int]
 """A joint update's id, and the worker: several workers may live in one process."""
@@ -33,7 +33,7 @@ class JointPart:
     gate: CommitGate
     committing: Callable[[], AbstractContextManager[None]]
     # Resolves when all parts have been committed; raises if none was.
-    done: Future[None] = field(default_factory=Future)
+    done: Outcome = field(default_factory=Outcome)
 
 
 @dataclass(eq=False, repr=False)
@@ -73,8 +73,7 @@ def join(
         found.parts.append(part)
         if len(found.parts) == found.size:
             gates = list(dict.fromkeys(p.gate for p in found.parts))
-            found.job = submit(gates, lambda: _commit(found.parts))
-            found.job.done.add_done_callback(lambda job: _concluded(part.key, job))
+            found.job = submit(gates, lambda: _commit(found.parts), lambda done: _concluded(part.key, done))
     return part
 
 
@@ -95,6 +94,7 @@ def drop_out(part: JointPart) -> None:
         found = _joints.get(part.key)
         if found is not None and part in found.parts and found.withdraw():
             part.done.cancel()
+            part.done.wake()
             give_up(*part.key, "one of its models has skipped to a newer version")
 
 
@@ -119,6 +119,7 @@ def give_up(joint_id: str, worker: int, reason: str) -> None:
         for part in found.parts if found else ():
             if not part.done.done():
                 part.done.set_exception(JointUpdateError(reason))
+                part.done.wake()
 
 
 def _commit(parts: list[JointPart]) -> None:
@@ -127,14 +128,15 @@ def _commit(parts: list[JointPart]) -> None:
             undo.enter_context(part.committing())
 
 
-def _concluded(key: JointKey, job: Future[None]) -> None:
-    if job.cancelled():
+def _concluded(key: JointKey, commit: Outcome) -> None:
+    found = _joints.get(key)
+    if found is None or commit.cancelled():
         return  # it was withdrawn
-    with LOCK:
-        found = _joints.pop(key, None)
-    error = job.exception()
-    for part in found.parts if found else ():
+    for part in found.parts:
+        error = commit.exception()
         if error is None:
-            part.done.set_result(None)
+            part.done.set_result()
         else:
             part.done.set_exception(error)
+        part.done.wake()
+    del _joints[key]

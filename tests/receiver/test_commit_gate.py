@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from aiosync import SyncTimeoutError
 from aiosync._deadline import Deadline
-from aiosync.receiver import commit_gate
-from aiosync.receiver.commit_gate import CommitGate, CommitJob, ForwardPasses, submit
+from aiosync.receiver import commit_gate, commit_job
+from aiosync.receiver.commit_gate import CommitGate, ForwardPasses, submit
+from aiosync.receiver.commit_job import CommitJob
 from aiosync.receiver.commit_wait import CommitWait
 from tests.kit.clock import BRIEF, PATIENCE, steps, within
 
@@ -134,7 +135,7 @@ async def test_readers_and_commits_take_turns_without_end() -> None:
     async def commit() -> None:
         while True:
             job = submit([gate], count)
-            await asyncio.wait([asyncio.wrap_future(job.done)])
+            await job.done.wait()
             await asyncio.sleep(0)
 
     committing = asyncio.create_task(commit())
@@ -165,7 +166,7 @@ async def test_tasks_that_outlive_the_body_they_were_started_in_do_not_starve_a_
         tasks = [asyncio.create_task(read(turn)) for _ in range(4)]
         await steps(5)
     job = submit([gate], lambda: None)
-    await within(asyncio.wrap_future(job.done))
+    await within(job.done.wait())
     stop.set()
     turn.release()
     for _ in tasks:
@@ -226,6 +227,19 @@ async def test_a_chain_of_tasks_keeps_no_bodies_that_have_ended() -> None:
     await within(asyncio.gather(*started))
     assert len(lengths) == 51
     assert max(lengths) < 5
+
+
+def test_a_commit_that_raises_an_exit_each_time_fails() -> None:
+    """Once it could be an interrupt, which is for the thread and not for the commit."""
+    gate = CommitGate()
+
+    def leave() -> None:
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        submit([gate], leave)
+    assert gate.waiting == []
+    assert gate.commit_at_once(lambda: None)
 
 
 def test_a_body_is_not_kept_out_by_a_commit_that_an_interrupt_left_waiting() -> None:
@@ -374,6 +388,6 @@ def test_the_event_loop_is_not_blocked_where_several_receivers_share_it(
     CommitGate.blocking.discard(gates[0])
     CommitWait(gates[1]).block(lambda: None)
     assert len(blocked) == 1
-    commit_gate.LOCK.acquire()  # as before a fork
+    commit_job.LOCK.acquire()  # as before a fork
     commit_gate._forked()
     assert not CommitGate.blocking  # the receivers of the parent have no loop in the child

@@ -16,7 +16,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import count
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
@@ -28,9 +28,12 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.nn.utils import parametrize
 
-from aiosync.receiver import commit_gate, forward_guard
-from aiosync.receiver.commit_gate import CommitGate, CommitJob, submit
+from aiosync.protocol.frames import Joint
+from aiosync.receiver import commit_gate, commit_job, forward_guard, joint_commit
+from aiosync.receiver.commit_gate import CommitGate, submit
+from aiosync.receiver.commit_job import CommitJob, Outcome
 from aiosync.receiver.forward_guard import ForwardGuard
+from aiosync.receiver.joint_commit import join
 from aiosync.transfer.yield_request import HeededRequest
 from tests.kit.clock import BRIEF, PATIENCE
 
@@ -126,9 +129,10 @@ def at_instruction(number: int, module: nn.Module, act: Callable[[], object]) ->
 
 
 def at_call(number: int, act: Callable[[], object]) -> Any:
-    """A trace function that calls ``act`` before the n-th instruction of the guard or of the gate with which
-    Python looks for signals."""
-    files, kinds = (forward_guard.__file__, commit_gate.__file__), ("CALL", "JUMP_BACKWARD")
+    """A trace function that calls ``act`` before the n-th instruction of the guard, the gate or a commit with
+    which Python looks for signals."""
+    files = {module.__file__ for module in (forward_guard, commit_gate, commit_job, joint_commit)}
+    kinds = "CALL", "JUMP_BACKWARD"
 
     def trace(frame: types.FrameType, event: str, argument: object) -> Any:
         nonlocal number
@@ -516,8 +520,9 @@ def test_a_commit_may_come_at_any_moment_of_a_forward_pass(moment: int, submitte
     guard.remove()
 
 
-def test_an_interrupt_at_any_moment_of_a_forward_pass_keeps_no_commit_waiting() -> None:
-    """Before any instruction of the guard or of the gate with which Python looks for signals."""
+@pytest.mark.parametrize("joint", [False, True])
+def test_an_interrupt_at_any_moment_of_a_forward_pass_keeps_no_commit_waiting(joint: bool) -> None:
+    """Before any instruction of the guard, the gate or the commit with which Python looks for signals."""
     interrupts: list[int] = []
 
     def interrupt() -> None:
@@ -527,11 +532,15 @@ def test_an_interrupt_at_any_moment_of_a_forward_pass_keeps_no_commit_waiting() 
     def submits() -> None:
         trace = sys.gettrace()
         sys.settrace(None)  # not in submit(), which the event loop's thread calls
-        jobs.append(submit([gate], lambda: None))
+        if joint:
+            outcomes.append(join(Joint(id=f"joint {moment}", size=1), 0, gate, nullcontext).done)
+        else:
+            outcomes.append(submit([gate], lambda: None).done)
+        outcomes[0]._wakers.append(lambda: woken.append(moment))
         sys.settrace(trace)
 
     for moment in count(1):
-        gate, jobs = CommitGate(), list[CommitJob]()
+        gate, outcomes, woken = CommitGate(), list[Outcome](), list[int]()
         module = _Reading(submits)
         guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
         sys.settrace(at_call(moment, interrupt))
@@ -541,9 +550,11 @@ def test_an_interrupt_at_any_moment_of_a_forward_pass_keeps_no_commit_waiting() 
         finally:
             sys.settrace(None)
         assert gate.readers() == []
-        assert all(job.done.done() for job in jobs), moment
+        assert all(outcome.done() and woken for outcome in outcomes), moment
+        module.reads = lambda: None
         module(X)
         assert gate.waiting == gate._announced == []
+        assert not joint_commit._joints
         with ThreadPoolExecutor(1) as threads:  # no lock was left behind
             assert threads.submit(gate.commit_at_once, lambda: None).result(PATIENCE)
         guard.remove()
