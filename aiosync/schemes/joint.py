@@ -16,7 +16,8 @@ from aiosync.reports import SendReport
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sender.pending_acks import first_failure
-from aiosync.sender.publisher import Publication, publish_together
+from aiosync.sender.publish_together import publish_together
+from aiosync.sender.publisher import Publication
 from aiosync.transfer.slots import JointParts
 
 _Senders: TypeAlias = dict[WeightSyncScheme, WeightSender]
@@ -125,7 +126,7 @@ class JointUpdate:
             for scheme, (weights, strict) in self._parts.items():
                 sender = senders[scheme]
                 sender.check_open()
-                sources = await sender.source.extract(weights, targets)
+                sources = await sender.source.extract(weights, targets, deadline)
                 publication = await sender.publisher.prepare(
                     sources, set(targets), strict=strict, joint=joint, deadline=deadline
                 )

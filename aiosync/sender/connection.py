@@ -7,6 +7,7 @@ flight* (the worker got the Update frame and has not answered), and *current* (t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ class WorkerConnection:
     # The version that the worker was notified of and has not fetched.
     notified: SlotVersion | None = field(default=None, init=False)
     _notified_lease: Lease | None = field(default=None, init=False)
-    # The version that was notified and whose slot is being overwritten, until the copy has ended.
+    # The version that was notified and is being overwritten, or was. It stays until a newer one is notified.
     _revoked: SlotVersion | None = field(default=None, init=False)
     # The version that the worker was sent and has not answered for.
     _in_flight: SlotVersion | None = field(default=None, init=False)
@@ -74,13 +75,15 @@ class WorkerConnection:
     @property
     def has_pending(self) -> bool:
         """Whether a version is on its way to the worker that it has not answered for."""
-        return bool(self.notified or self._in_flight) or self.group.awaits_overflow(self.worker)
+        on_its_way = self.notified or self._revoked or self._in_flight
+        waits = self.session.state is SenderState.WELCOMING  # for the first one
+        return bool(on_its_way) or waits or self.group.awaits_overflow(self.worker)
 
     @property
     def target_version(self) -> int:
         """The version that the worker will run on once it has answered for all versions; -1: none."""
         overflow = self.group.overflow if self.group.awaits_overflow(self.worker) else None
-        newest = overflow or self.notified or self._in_flight or self._current
+        newest = overflow or self.notified or self._revoked or self._in_flight or self._current
         return newest.version if newest else -1
 
     @property
@@ -162,6 +165,7 @@ class WorkerConnection:
         """Make ``published`` the version that the worker is to fetch; :meth:`offer_next` sends it."""
         if self._detached:
             return
+        self._revoked = None
         if self.notified is not published:
             if self.notified is not None:
                 self._drop_notified(self.notified)
@@ -172,17 +176,20 @@ class WorkerConnection:
     def revoke(self, published: SlotVersion) -> None:
         """``published`` is about to be overwritten: do not offer it.
 
-        Call :meth:`forget_revoked` once the copy has ended.
+        When the copy has ended, call :meth:`restore` or :meth:`lose_revoked`.
         """
         if self.notified is published:
             self._revoked = published
             self._release_notified()
 
-    def forget_revoked(self, *, overwritten: bool) -> None:
-        """The copy has ended: the revoked version was overwritten, or the worker may be notified again."""
-        revoked, self._revoked = self._revoked, None
-        if overwritten:
-            self._cancel_joint(revoked)
+    def restore(self, published: SlotVersion) -> None:
+        """``published`` was not overwritten: notify the worker again, if that was revoked."""
+        if self._revoked is published:
+            self.notify(published)
+
+    def lose_revoked(self) -> None:
+        """The version that was revoked was overwritten. The worker is to get a newer one."""
+        self._cancel_joint(self._revoked)
 
     def offer_next(self) -> None:
         """Send the worker the Update or the Welcome that it waits for, if it waits and there is one."""
@@ -347,7 +354,7 @@ class WorkerConnection:
         self.outbound.cancel()
         self.outbound.detach()
         self._cancel_joint(self._in_flight)
-        self.forget_revoked(overwritten=True)
+        self.lose_revoked()
         if self.notified is not None:
             self._drop_notified(self.notified)
         if self.outbound.access.lent:
@@ -356,6 +363,14 @@ class WorkerConnection:
             return leases
         release_all(leases)
         return []
+
+    def abandon_loop(self) -> None:
+        """Release what can be released without the event loop, which is closed."""
+        self._watch.close()
+        self.session.close("the sender has closed")
+        with suppress(RuntimeError):  # what the kernel does not take at once would wait for the loop
+            self.transport.flush(self.session)
+        self.transport.abandon_loop()
 
     def _drop_notified(self, notified: SlotVersion) -> None:
         """The worker will never fetch the version that it was notified of."""

@@ -26,7 +26,8 @@ from aiosync.events import EventSource
 from aiosync.reports import SendReport, WorkerState
 from aiosync.sender.extraction import Sources, WeightSource, is_per_worker
 from aiosync.sender.pending_acks import AckWaiter
-from aiosync.sender.publisher import Publication, Publisher, publish_together
+from aiosync.sender.publish_together import publish_together
+from aiosync.sender.publisher import Publication, Publisher
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.sharded.gather import GatherLeader, ShardGather, leading
 from aiosync.sender.worker_group import WorkerGroup
@@ -118,8 +119,7 @@ class WeightSender(SendingEndpoint):
 
         They are new tensors: if a caller shares one with another process, torch moves that one alone.
         """
-        found = self.group_weights
-        return found[0] if found else None
+        return next(iter(self.group_weights), None)
 
     @property
     def group_weights(self) -> list[Mapping[str, Tensor]]:
@@ -166,7 +166,7 @@ class WeightSender(SendingEndpoint):
         async with leading(self._leader, "connect", deadline) as gathering:
             if before is not None:
                 weights = await before(weights, deadline)
-            sources = await self.source.extract(weights, self.registry.workers)
+            sources = await self.source.extract(weights, self.registry.workers, deadline)
             bases = await self.source.presumed(weights, self.spec.cast, deadline)
             async with self._calls.call():
                 await self._open(sources, bases, deadline, self.source.optional(weights), gathering)
@@ -287,9 +287,8 @@ class WeightSender(SendingEndpoint):
             )
         if worker_ids is None and type(weights) is dict and is_per_worker(weights):
             worker_ids = list(weights)
-        registry = self.registry
-        targets = set(registry.workers) if worker_ids is None else registry.resolve(worker_ids)
-        sources = await self.source.extract(weights, targets)
+        targets = self.registry.resolve(worker_ids)
+        sources = await self.source.extract(weights, targets, deadline)
         self.check_open()
         publisher = self.publisher
         if not publisher.lock.acquire_nowait():
@@ -363,8 +362,9 @@ class WeightSender(SendingEndpoint):
         """Release what can be released after the event loop has been closed."""
         with ExitStack() as last:
             self._release_memory(last)
-            with suppress(RuntimeError):  # parts of it lived on that loop
-                self._listener.close()
+            last.enter_context(suppress(RuntimeError))  # parts of what follows lived on that loop
+            last.callback(self._listener.close)
+            last.callback(self.registry.abandon_loop)
 
     async def _close(self) -> None:
         await self._calls.stop()

@@ -62,14 +62,16 @@ class WeightSource:
     # Returns the scheme's strategy, which the user may set at any time.
     _strategy: Callable[[], WeightStrategy]
 
-    async def extract(self, weights: Any, targets: set[int]) -> Sources:
+    async def extract(self, weights: Any, targets: set[int], deadline: Deadline) -> Sources:
         """The weights as named tensors, for each group that a target is in; without targets, for all groups.
 
         Args:
             weights: as for :meth:`aiosync.WeightSyncScheme.send`.
             targets: the workers.
+            deadline: when to stop waiting for a device that computes the weights.
 
         Raises:
+            SyncTimeoutError: the deadline has passed.
             InvalidArgumentError: there is nothing to send, a worker has no weights, or weights are given per
                 worker and workers share a copy.
             UnsupportedTensorError: a weight that cannot be sent.
@@ -92,7 +94,7 @@ class WeightSource:
                 continue
             source = self._source_for(given, group)
             if id(source) not in cache:
-                tensors = await _extract(source, custom, peft)
+                tensors = await _extract(source, custom, peft, deadline)
                 cache[id(source)] = _with_transient(source, tensors) if plan.transient else tensors
             tensors = cache[id(source)]
             if plan.device_map_fn is not None:
@@ -131,7 +133,9 @@ class WeightSource:
                     if id(source) not in known:
                         work = partial(presumed, source, peft, cast)
                         reads = peft == "adapter"
-                        known[id(source)] = await _offloaded(work, source) if reads else work(lambda: False)
+                        known[id(source)] = (
+                            await _offloaded(work, source, deadline) if reads else work(lambda: False)
+                        )
                     found[number] = known[id(source)]
         except TimeoutError as exc:
             hint = "the digest of the base weights was not finished"
@@ -165,7 +169,9 @@ def _peft_of(strategy: WeightStrategy) -> PeftMode:
     return peft
 
 
-async def _extract(source: Any, strategy: WeightStrategy | None, peft: PeftMode) -> Mapping[str, Tensor]:
+async def _extract(
+    source: Any, strategy: WeightStrategy | None, peft: PeftMode, deadline: Deadline
+) -> Mapping[str, Tensor]:
     if not isinstance(source, nn.Module):
         return named_tensors(source, strategy=strategy, peft=peft)
     if strategy is None and not isinstance(source, TensorDictBase):
@@ -182,7 +188,8 @@ async def _extract(source: Any, strategy: WeightStrategy | None, peft: PeftMode)
     if not merges:
         return named_tensors(source, strategy=strategy, peft=peft)
     # Adapters are merged on a copy of the whole model.
-    return await _offloaded(lambda _: named_tensors(source, strategy=strategy, peft=peft), source)
+    work = partial(named_tensors, source, strategy=strategy, peft=peft)
+    return await _offloaded(lambda _: work(), source, deadline)
 
 
 def _with_transient(source: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -191,10 +198,10 @@ def _with_transient(source: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, 
     return {**tensors, **more} if more else tensors
 
 
-async def _offloaded(work: Callable[[Callable[[], bool]], T], model: nn.Module) -> T:
-    """Run ``work(cancelled)``, which reads the model, in a thread."""
+async def _offloaded(work: Callable[[Callable[[], bool]], T], model: nn.Module, deadline: Deadline) -> T:
+    """Run ``work(cancelled)``, which reads the model, in a thread. Raises as ``Offloader.settle_until``."""
     with closing(Offloader("aiosync-peft")) as offloader:
-        await offloader.settle(cuda_devices(chain(model.parameters(), model.buffers())))
+        await offloader.settle_until(cuda_devices(chain(model.parameters(), model.buffers())), deadline)
         return await offloader.run(work)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +22,7 @@ import msgspec
 from aiosync._deadline import Deadline, FairLock
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.sender.extraction import Fit, Sources, fit
+from aiosync.sender.partial_write import rebase
 from aiosync.sender.pending_acks import PendingAcks
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.sharded.gather import ShardGather
@@ -30,7 +31,6 @@ from aiosync.sender.slot_write import SlotWrite
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.slots import JointParts
 from aiosync.transfer.yield_request import YieldRequest
-from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.weights.devices import are_idle
 from aiosync.weights.layout import Layout
@@ -69,6 +69,10 @@ class Publication(msgspec.Struct, eq=False):
         if group.yield_request is not None:
             group.yield_request.begin()
             self.yield_requests.append(group.yield_request)
+
+    def rebase(self) -> list[SlotWrite]:
+        """Return the writes that have to be copied (again). Raises as :func:`.rebase`."""
+        return [write for write in self.writes if rebase(write, self.targets)]
 
     def end_requests(self) -> None:
         """No call waits any more; idempotent."""
@@ -212,6 +216,8 @@ class Publisher:
             if gathering is not None and gathering.work is not None:
                 for write in writes:
                     write.group.pool.keep_until(gathering.work, write.slot)
+                    # The thread may be about to write, and cannot be stopped.
+                    write.begun = write.begun or not gathering.work.done()
             self.discard(publication)
             raise
 
@@ -264,8 +270,11 @@ class Publisher:
         After the announcement the version cannot be taken back, and nothing can fail: only bytes are moved.
         """
         try:
-            for write in publication.writes:
-                await write.begin_copy()
+            due = publication.writes
+            while due:
+                for write in due:
+                    await write.begin_copy()
+                due = publication.rebase()
             self.check_open()
         except BaseException:
             self.discard(publication)
@@ -321,76 +330,8 @@ class Publisher:
             self.version -= 1
         for write in publication.writes:
             write.group.settle(write, publication.round, version, withdrawn=withdrawn)
-            if withdrawn and write.superseded is not None:
-                write.group.addressed.update(dict.fromkeys(publication.targets, write.superseded.version))
 
 
 def _names_of(layout: Layout, name: str) -> tuple[str, ...]:
     """An entry's name, and those that are tied to it."""
     return (name, *(alias for alias, entry in layout.aliases.items() if entry == name))
-
-
-async def publish_together(publications: Sequence[Publication], *, fallback: bool) -> None:
-    """Copy all, then notify the workers of all, without an await in between: all are published, or none.
-
-    If this raises, none was published; unless the caller was cancelled while a version that no worker had
-    fetched was being overwritten. With ``fallback`` the versions that are replaced are kept until they are
-    settled, in case all workers refuse.
-    """
-    for publication in publications:
-        for write in publication.writes:
-            if not write.is_quick:
-                await _publish_from_threads(publications, fallback)
-                return
-    # Small models: nothing is awaited in here, so nothing can be cancelled. A thread would take longer.
-    try:
-        for publication in publications:
-            for write in publication.writes:
-                write.copy_at_once()
-            publication.publisher.check_open()
-    except BaseException:
-        _discard(publications)
-        raise
-    for publication in publications:
-        publication.publisher.announce(publication, fallback=fallback)
-
-
-async def _publish_from_threads(publications: Sequence[Publication], fallback: bool) -> None:
-    try:
-        await uninterrupted(lambda gone: _write_and_announce(publications, gone, fallback))
-    except asyncio.CancelledError:
-        for publication in publications:
-            publication.publisher.settle(publication)
-        raise
-
-
-async def _write_and_announce(
-    publications: Sequence[Publication], gone: Callable[[], bool], fallback: bool
-) -> None:
-    writes = [write for publication in publications for write in publication.writes]
-    publishers = [publication.publisher for publication in publications]
-    if len(publications) == 1 and writes and all(write.overlaps for write in writes):
-        await publishers[0].announce_and_write(publications[0], fallback=fallback)
-        return
-    no_way_back = any(write.reclaimed for write in writes)
-
-    def cancelled() -> bool:
-        return (gone() and not no_way_back) or any(publisher.stopped for publisher in publishers)
-
-    try:
-        for write in writes:
-            whole = await write.copy(cancelled)
-            for publisher in publishers:
-                publisher.check_open()
-            if not whole:
-                raise asyncio.CancelledError
-    except BaseException:
-        _discard(publications)
-        raise
-    for publication in publications:
-        publication.publisher.announce(publication, fallback=fallback)
-
-
-def _discard(publications: Sequence[Publication]) -> None:
-    for publication in publications:
-        publication.publisher.discard(publication)

@@ -91,6 +91,16 @@ class WorkerRegistry:
         self.timer.close()
         self.stalls.close()
 
+    def abandon_loop(self) -> None:
+        """Release what can be released without the event loop, which is closed."""
+        self._host = None
+        for connection in list(self.connections.values()):
+            self._remove(connection)
+            connection.abandon_loop()
+        for transport in self._lingering:
+            transport.abandon_loop()
+        self._lost_workers.close()
+
     # -- asked by the sender ------------------------------------------------------------------------
 
     def resolve(self, worker_ids: int | Iterable[int] | None) -> set[int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -48,6 +47,8 @@ class SlotWrite(msgspec.Struct, eq=False):
     sharded: Sequence[tuple[str, Tensor, Tensor]] = ()
     # The weights in the order of the slot's places, if they are few bytes and whole. Then there are no pairs.
     tensors: Sequence[Tensor] = ()
+    # The version that the entries which were not given are taken from.
+    base: SlotVersion | None = None
     # The memory may have been written.
     begun: bool = False
     # The copy, if it runs beside the sending.
@@ -57,6 +58,8 @@ class SlotWrite(msgspec.Struct, eq=False):
     fallback: Lease | None = None
     # This version replaced an overflow version.
     replaced_overflow: bool = False
+    # Worker -> the version that was for it before this one; -1: none.
+    addressed: Mapping[int, int] = {}
 
     @property
     def devices(self) -> Collection[torch.device]:
@@ -69,12 +72,7 @@ class SlotWrite(msgspec.Struct, eq=False):
         Raises:
             SyncTimeoutError: the deadline has passed before.
         """
-        try:
-            async with asyncio.timeout(deadline.remaining()):
-                await self.group.offloader.settle(self.devices)
-        except TimeoutError:
-            hint = "the device has not done what was queued there before this call"
-            raise deadline.error("stage", hint=hint) from None
+        await self.group.offloader.settle_until(self.devices, deadline)
 
     async def copy(self, cancelled: Callable[[], bool]) -> bool:
         """Copy. Return whether all was copied: False if ``cancelled()`` became true."""

@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import (
     ArenaAllocationError,
-    InvalidArgumentError,
     NotConnectedError,
     SyncTimeoutError,
 )
 from aiosync.sender.extraction import Fit
+from aiosync.sender.partial_write import check_base, rebase
 from aiosync.sender.slot_write import SlotWrite
 from aiosync.transfer.base import Streams
 from aiosync.transfer.slots import ChangeLog, JointParts, Lease, LeaseKind, SlotPool, SlotVersion
@@ -94,7 +93,7 @@ class WorkerGroup:
             ArenaAllocationError: there is no memory for another slot.
         """
         if not given.whole:
-            self._check_base(targets)
+            check_base(self, targets)
         slot = self.pool.free_slot()
         if slot is not None and not self.stopped:
             write = self._write_of(slot)
@@ -116,7 +115,11 @@ class WorkerGroup:
             pairs.append((views[name], tensor))
         if not given.whole:
             write.names = tuple(name for name, _ in given.pairs)
-            pairs += self._rest(write.slot, set(write.names))
+            try:
+                rebase(write, targets)
+            except BaseException:
+                self.discard(write)
+                raise
         return write
 
     async def begin_fill(self, targets: set[int], deadline: Deadline) -> SlotWrite:
@@ -136,20 +139,6 @@ class WorkerGroup:
         entries = self.pool.layout.entries
         write.pairs = [(slot.views[e.name], overflow.slot.views[e.name]) for e in entries]
         return write
-
-    def _check_base(self, targets: set[int]) -> None:
-        """A partial version builds on the newest one, which must have been for the same workers."""
-        if self.newest is None:
-            raise InvalidArgumentError(
-                "strict=False builds on the version before, and that one was lost: send all entries once"
-            )
-        newest = self.overflow or self.newest
-        left_out = sorted(w for w in targets & self.workers if self.addressed.get(w) != newest.version)
-        if left_out:
-            raise InvalidArgumentError(
-                f"strict=False builds on version {newest.version}, which was not for workers {left_out}: "
-                "send those all entries once, or use per_worker_weights=True: they share no copy then"
-            )
 
     async def _lease_slot(self, targets: set[int], deadline: Deadline, *, may_overflow: bool) -> SlotWrite:
         if self.pool.free_slot() is None:
@@ -189,16 +178,6 @@ class WorkerGroup:
             )
             for lease in slot.leases
         )
-
-    def _rest(self, slot: Slot, given: set[str]) -> list[tuple[Tensor, Tensor]]:
-        newest = self.overflow or self.newest
-        if newest is None or newest.slot is slot:
-            return []
-        return [
-            (slot.views[entry.name], newest.slot.views[entry.name])
-            for entry in self.pool.layout.entries
-            if entry.name not in given
-        ]
 
     async def _overflow_memory(self) -> Slot:
         if self._overflow_slot is None:
@@ -250,13 +229,14 @@ class WorkerGroup:
         slot, overflow = write.slot, self.overflow
         slot.version = version
         targets = (targets & self.workers) | self._overflow_targets
+        write.addressed = {worker: self.addressed.get(worker, -1) for worker in targets}
         self.addressed.update(dict.fromkeys(targets, version))
         if overflow is None or overflow.version != version:
             self.changes.add(version, write.names)
             write.replaced_overflow = overflow is not None and not write.overflow
         if write.reclaimed:
             for connection in self._members():
-                connection.forget_revoked(overwritten=True)
+                connection.lose_revoked()
         if write.overflow:
             self.overflow, self._overflow_targets = SlotVersion(slot, round_, version), targets
             write.lease.release()
@@ -295,10 +275,12 @@ class WorkerGroup:
             self._make_newest(newest := None)
         elif write.reclaimed and newest is not None and newest.slot is write.slot:
             newest.slot.version = newest.version  # the slot still holds that
-        for connection in self._members():
-            connection.forget_revoked(overwritten=write.begun)
-            if write.reclaimed and newest is not None and connection.target_version < newest.version:
-                connection.notify(newest)
+        if write.reclaimed:
+            for connection in self._members():
+                if write.begun:
+                    connection.lose_revoked()
+                elif newest is not None:
+                    connection.restore(newest)
         self.reconcile()
 
     def abandon(self, write: SlotWrite) -> None:
@@ -310,7 +292,7 @@ class WorkerGroup:
         assert broken is not None
         for connection in self._members():
             connection.cancel(broken)
-            connection.forget_revoked(overwritten=True)
+            connection.lose_revoked()
         self.changes.withdraw(broken.version)
         broken.slot.version = -1
         newest = before if before is not None and before.slot.version == before.version else None
@@ -331,6 +313,9 @@ class WorkerGroup:
             if write.superseded is not None and self.newest is not None and self.newest.round == round_:
                 self._make_newest(write.superseded)
             write.slot.version = -1  # the number will be another's
+            for worker, before in write.addressed.items():
+                if self.addressed.get(worker) == version:
+                    self.addressed[worker] = before
         else:
             self.changes.keep(version)
         if write.fallback is not None:

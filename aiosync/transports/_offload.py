@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from aiosync._deadline import Deadline
 from aiosync._processors import (
     allowed_processors,
     bind_thread,
@@ -156,6 +157,15 @@ class Offloader:
             if self._device_thread is None:
                 self._device_thread = DetachedThread("aiosync-device")
             await detached(self._device_thread, partial(_settle, devices))
+
+    async def settle_until(self, devices: Collection[torch.device], deadline: Deadline) -> None:
+        """As :meth:`settle`. Raise SyncTimeoutError if the deadline passes before."""
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await self.settle(devices)
+        except TimeoutError:
+            hint = "the device has not done what was queued there before this call"
+            raise deadline.error("stage", hint=hint) from None
 
     def close(self) -> None:
         """End the threads and wait for them; idempotent. No work may be running."""

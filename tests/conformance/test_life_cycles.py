@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import os
+import sys
 import time
 
 import pytest
@@ -22,7 +24,7 @@ from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.clock import PATIENCE, SCALE, within
 from tests.kit.local import LocalCluster
 from tests.kit.models import Uniform, fill
-from tests.kit.processes import ProcessCluster
+from tests.kit.processes import ProcessCluster, Worker
 
 LOCAL = [case for case in SCHEMES if case.name in ("shared", "process", "tcp", "memory")]
 
@@ -120,6 +122,38 @@ def _use_another_event_loop(here: SchemeCase) -> None:
     for closed in (scheme, worker):
         asyncio.run(closed.aclose())
         assert closed.version == 0
+
+
+def _watched_processes() -> int:
+    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum("pidfd" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors of processes are Linux's")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # what asyncio says of a loop that ended too early
+@pytest.mark.parametrize("name", ["shared", "process", "tcp"])
+def test_workers_of_a_sender_whose_event_loop_was_closed(name: str) -> None:
+    before = _watched_processes()
+    (case,) = (case for case in SCHEMES if case.name == name)
+
+    async def leave() -> ProcessCluster:
+        cluster = ProcessCluster(case, workers=1)
+        await cluster.__aenter__()
+        cluster.workers[0].leave_loop()
+        return cluster
+
+    async def look(worker: Worker) -> None:
+        worker.join_loop()
+        await worker.run(scenarios.wait_closed)
+        await worker.close()
+
+    cluster = asyncio.run(leave())
+    assert _watched_processes() == before + (name != "tcp")
+    with pytest.raises(WrongEventLoopError):
+        asyncio.run(cluster.scheme.aclose())
+    assert _watched_processes() == before
+    asyncio.run(look(cluster.workers[0]))
+    cluster.recipe.close()
 
 
 @pytest.mark.parametrize("here", LOCAL, ids=lambda case: case.name)

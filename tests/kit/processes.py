@@ -123,9 +123,17 @@ class Worker:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._said: defaultdict[str, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
         self._next = 0
-        self._ended = asyncio.Event()
         self._stopped = False
+        self.join_loop()
+
+    def join_loop(self) -> None:
+        """Listen to the worker on the running loop."""
+        self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._readable)
+
+    def leave_loop(self) -> None:
+        """Do not listen on the running loop any more, which is about to be closed."""
+        asyncio.get_running_loop().remove_reader(self._control.fileno())
 
     @property
     def pid(self) -> int:

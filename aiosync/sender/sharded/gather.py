@@ -139,14 +139,14 @@ class ShardContributor(Endpoint):
     async def connect(self, weights: Any, deadline: Deadline) -> None:
         """Contribute to version 0. Raises as :meth:`_contribute`."""
         if self._version < 0:
-            await self._contribute("connect", self.source.extract(weights, set()), deadline)
+            await self._contribute("connect", self.source.extract(weights, set(), deadline), deadline)
 
     async def send_until(
         self, weights: Any, worker_ids: WorkerIds, *, wait: bool, strict: bool, deadline: Deadline
     ) -> SendReport:
         """Contribute to the next version. The report lists no workers. Raises as :meth:`_contribute`."""
         targets = set(weights) if is_per_worker(weights) else set[int]()
-        return await self._contribute("send", self.source.extract(weights, targets), deadline)
+        return await self._contribute("send", self.source.extract(weights, targets, deadline), deadline)
 
     async def wait_ack_until(self, worker_ids: WorkerIds, deadline: Deadline) -> SendReport:
         """Return the report of the last version."""

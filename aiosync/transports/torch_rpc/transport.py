@@ -177,7 +177,7 @@ class RPCObject(RemoteObject):
     async def _start_weights(self, weights: Any, deadline: Deadline) -> Call:
         given = to_tensordict(weights)
         with closing(Offloader("aiosync-rpc")) as offloader:
-            await offloader.settle(cuda_devices(given.values(True, True)))
+            await offloader.settle_until(cuda_devices(given.values(True, True)), deadline)
             copied = await offloader.run(lambda _: given.cpu().clone())
         return self._start_call("update_policy_weights_", (copied,), {}, deadline)
 
