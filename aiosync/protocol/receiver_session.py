@@ -155,6 +155,11 @@ class ReceiverSession(Session):
         self._fetch_if_wanted()
 
     @property
+    def due(self) -> bool:
+        """Whether the sender has announced an update that can be fetched now."""
+        return self._notified and self.state is ReceiverState.IDLE
+
+    @property
     def superseded(self) -> bool:
         """Whether there is a newer update than the held one."""
         return self._notified and self.state is ReceiverState.HOLDING

@@ -332,12 +332,13 @@ class WeightReceiver(ReceivingEndpoint):
             while self._handler.pending is None:
                 if self.ended is not None or connection.down or self._closed:
                     return False
-                if not self.applier.may_fetch:
-                    await self.applier.make_room()
-                    connection.session.have = min(connection.session.have, self.applier.have)
+                applier, session = self.applier, connection.session
+                if not applier.may_fetch and (session.due or applier.has_room):
+                    await applier.make_room()
+                    session.have = min(session.have, applier.have)
                     continue
                 self._changed.clear()
-                connection.session.wanting = True
+                session.wanting = applier.may_fetch
                 connection.flush()
                 await self._changed.wait()
         finally:

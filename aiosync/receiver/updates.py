@@ -59,7 +59,8 @@ class Applier(ABC):
         check_base(model)            the first time: the model is what updates presume
         prepare(transport)           updates arrive over this connection
         for each update:
-            may_fetch, make_room()   before the Fetch is sent
+            may_fetch                whether the Fetch may be sent; if not
+            make_room()              once a newer update was announced; before, if has_room
             inbound.expect(update)   its frame has arrived
             take_at_once(pending)    → whether it was applied synchronously; if not
             stage(pending)
@@ -163,6 +164,12 @@ class Applier(ABC):
         return
 
     # -- one update ------------------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`make_room` neither waits nor overwrites a version, so that it may be called before
+        a newer update was announced."""
+        return True
 
     async def make_room(self) -> None:
         """Wait until :attr:`may_fetch` is true."""

@@ -198,6 +198,12 @@ class RelayForwarder(Applier):
 
     # -- room -----------------------------------------------------------------------------------------
 
+    @property
+    def has_room(self) -> bool:
+        # Without a free slot, the newest version is overwritten. Workers that join, or are behind, need it
+        # until there is a newer one.
+        return self._group is not None and self._group.pool.free_slot() is not None
+
     async def make_room(self) -> None:
         group, landing = self._group, self._landing
         assert group is not None and landing is not None

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from aiosync import TCPWeightSyncScheme, WeightRelay
+from aiosync.transfer.slots import Lease, LeaseKind
 from tests.kit.clock import PATIENCE, within
+from tests.kit.seams import pool_of
 from tests.kit.tcp import TOKEN
 
-__all__ = ["connect", "relay_below", "serve"]
+__all__ = ["connect", "read_slowly", "relay_below", "serve"]
 
 
 @asynccontextmanager
@@ -20,7 +23,7 @@ async def relay_below(
 ) -> AsyncIterator[WeightRelay]:
     """A relay, connected by whoever enters it; its trainer connects meanwhile."""
     above = TCPWeightSyncScheme(upstream, token=TOKEN, timeout=PATIENCE)
-    below = TCPWeightSyncScheme(listen, token=TOKEN, timeout=PATIENCE, **options)
+    below = TCPWeightSyncScheme(listen, token=TOKEN, **{"timeout": PATIENCE, **options})
     relay = WeightRelay(above, below, model_id="policy")
     try:
         yield relay
@@ -41,3 +44,17 @@ async def serve(*workers: Any) -> None:
     for worker in workers:
         await worker.connect()
         await worker.serve()
+
+
+@dataclass
+class _SlowWorker:
+    """A worker that is slow but makes progress, so that its slots count."""
+
+    worker: int = 99
+    stalled: bool = False
+
+
+def read_slowly(relay: WeightRelay) -> list[Lease]:
+    """Have a slow worker read the versions that the relay's slots hold now, until the leases are released."""
+    pool = pool_of(relay)
+    return [pool.lease(slot, LeaseKind.READING, _SlowWorker()) for slot in pool.slots if slot.version >= 0]

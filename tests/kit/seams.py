@@ -7,12 +7,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from aiosync import WeightSyncScheme
+from aiosync import WeightRelay, WeightSyncScheme
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.sender.connection import WorkerConnection
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.worker_group import WorkerGroup
-from aiosync.transfer.slots import Lease
+from aiosync.transfer.slots import Lease, SlotPool
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Slot
 from aiosync.weights.binding import Binding
@@ -27,6 +27,7 @@ __all__ = [
     "leases_of",
     "lookups_ended",
     "lose_connection",
+    "pool_of",
     "registry_of",
     "session_of",
     "slots_of",
@@ -61,6 +62,13 @@ def slots_of(scheme: WeightSyncScheme) -> list[Slot]:
 def leases_of(scheme: WeightSyncScheme) -> list[Lease]:
     """The leases on the slots of a connected sender."""
     return [lease for slot in slots_of(scheme) for lease in slot.leases]
+
+
+def pool_of(relay: WeightRelay) -> SlotPool:
+    """The slots of a connected relay."""
+    applier = relay._applier
+    assert applier is not None and applier._group is not None
+    return applier._group.pool
 
 
 # -- a receiver ------------------------------------------------------------------------------------

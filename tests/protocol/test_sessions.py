@@ -314,6 +314,27 @@ def test_text_from_a_peer_can_be_printed() -> None:
     assert left.reason == r"\r\x00\u202e"
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_update_is_due_from_its_notification_until_it_is_fetched(eager: bool) -> None:
+    sender, receiver = joined(eager=eager)
+    assert not receiver.due
+    sender.publish(1)
+    (notify,) = drain(sender)
+    receiver.receive(notify)
+    assert receiver.due
+    receiver.wanting = True
+    assert not receiver.due
+    (fetch,) = drain(receiver)
+    sender.receive(fetch)
+    sender.offer(_update(1))
+    sender.publish(2)
+    for frame in drain(sender):
+        receiver.receive(frame)
+    assert not receiver.due  # before the answer to the last one
+    receiver.applied(1, {})
+    assert receiver.due
+
+
 def test_an_eager_worker_asks_in_advance() -> None:
     sender, receiver = joined(eager=True)
     receiver.wanting = True

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from aiosync import AlreadyConnectedError, HandshakeError, RemoteApplyError, TCPWeightSyncScheme, WeightRelay
+from aiosync.protocol.frames import Update
 from aiosync.relay.forwarder import RelayForwarder
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
 from tests.kit.raw_peer import RawWorker
-from tests.kit.relay import connect, relay_below, serve
+from tests.kit.relay import connect, read_slowly, relay_below, serve
 from tests.kit.seams import binding_of, ticket_of
 from tests.kit.tcp import TOKEN, break_off, join, make_worker, sender_of
 
@@ -422,3 +423,39 @@ async def test_a_worker_that_never_had_a_version_is_not_away() -> None:
         await eventually(lambda: not relay.workers, "the relay has noticed")
         fill(model, 1)
         assert (await scheme.send()).ok
+
+
+# -- slots that slow workers read -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [16, LARGE + 1], ids=["eager", "notified"])
+async def test_the_newest_version_is_kept_until_there_is_a_newer_one(size: int) -> None:
+    """Also if a slow worker reads the only other slot."""
+    model = Uniform(size=size)
+    async with (
+        sender_of(model) as scheme,
+        relay_below(scheme.address, max_slots=2, timeout=BRIEF) as relay,
+    ):
+        await connect(scheme, relay)
+        behind = await RawWorker.join(relay._downstream)
+        behind.session.wanting = True
+        while not isinstance(await behind.step(), Update):
+            pass
+        read_slowly(relay)
+        fill(model, 1)
+        with pytest.raises(RemoteApplyError, match="did not answer"):
+            await scheme.send()
+        # The trainer sends nothing more. The worker that is behind gets what it was notified of.
+        behind.session.applied(0, {}, wanting=True)
+        while not isinstance(frame := await behind.step(), Update):
+            pass
+        assert frame.version == 1
+        late = make_worker(relay.address, Uniform(-1.0, size=size))
+        await serve(late)
+        assert value_of(late.model) == 1
+        # A newer one overwrites it.
+        fill(model, 2)
+        await scheme.send(wait=False)
+        await eventually(lambda: value_of(late.model) == 2, "the newest")
+        await behind.close()
+        await late.close()
