@@ -172,7 +172,7 @@ class Applier(ABC):
         return True
 
     async def make_room(self) -> None:
-        """Wait until :attr:`may_fetch` is true."""
+        """Wait until :attr:`may_fetch` is true, or the connection is lost."""
         return
 
     @property

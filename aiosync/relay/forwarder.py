@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 
 from aiosync._deadline import LATE_AFTER, Deadline
-from aiosync.errors import NotConnectedError, RelayRingError
+from aiosync.errors import ArenaAllocationError, NotConnectedError, RelayRingError, SyncTimeoutError
+from aiosync.events import logger
 from aiosync.protocol.frames import Chunk, End, Update
 from aiosync.protocol.nack import DownstreamError
 from aiosync.receiver.updates import Applier, PendingUpdate
@@ -35,6 +37,9 @@ from aiosync.weights.binding import Staged
 from aiosync.weights.block_copy import Filling
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
+
+_RETRY_AFTER = 1.0
+"""Seconds after which an allocation that has failed is tried again, if no slot is released before."""
 
 
 class _Arriving(Filling):
@@ -145,6 +150,8 @@ class RelayForwarder(Applier):
         # Receives updates; and the slot that is leased for the next one.
         self._landing: _RelayLanding | None = None
         self._write: SlotWrite | None = None
+        # The scope of the wait for that slot. It expires only if the connection is lost.
+        self._room_wait: asyncio.Timeout | None = None
         # The version that is arriving, or that workers have not answered yet.
         self._publication: Publication | None = None
         self._listener = parts.listener
@@ -205,13 +212,43 @@ class RelayForwarder(Applier):
         return self._group is not None and self._group.pool.free_slot() is not None
 
     async def make_room(self) -> None:
+        """Lease a slot for the next update. Wait for one as long as workers read all of them.
+
+        Raises:
+            ArenaAllocationError: there is no memory for the first slot.
+        """
         group, landing = self._group, self._landing
         assert group is not None and landing is not None
-        deadline = Deadline.after(self._options.seconds(None))
-        write = await group.begin_fill(set(self.registry.workers), deadline)
+        try:
+            async with asyncio.timeout(None) as self._room_wait:
+                write = await self._lease_slot(group)
+        except TimeoutError:
+            return  # the connection was lost
+        finally:
+            self._room_wait = None
         if write.slot is landing.front:
             landing.front = None  # no worker has fetched this version; the next one overwrites it
         self._write, landing.next, self.may_fetch = write, write.slot, True
+
+    async def _lease_slot(self, group: WorkerGroup) -> SlotWrite:
+        # No call of a user waits here, so a deadline that has passed is only a reason to warn.
+        seconds = self._options.seconds(None)
+        quiet = Deadline.after(0)
+        while True:
+            deadline = Deadline.after(seconds)
+            try:
+                return await group.begin_fill(set(self.registry.workers), deadline)
+            except SyncTimeoutError as exc:
+                logger.warning("this relay fetches no update until it has a slot: %s", exc)
+            except ArenaAllocationError as exc:
+                if not group.pool.slots:
+                    raise
+                if not quiet.remaining():
+                    logger.warning("this relay fetches no update until it has a slot: %s", exc)
+                    quiet = deadline
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_RETRY_AFTER):
+                        await group.pool.freed()
 
     @property
     def have(self) -> int:
@@ -294,14 +331,15 @@ class RelayForwarder(Applier):
         pending.committed = True
 
     def overtake(self) -> None:
-        """Stop waiting for silent workers after as long as a sender would wait.
-
-        Either a newer update is due, or the connection is lost and the relay is to connect again.
-        """
+        """Stop waiting for silent workers after as long as a sender would wait."""
         if self._acks is not None:
             self._home.call_at(self._since + LATE_AFTER, self._acks.give_up)
 
-    disconnected = overtake
+    def disconnected(self) -> None:
+        self.overtake()
+        wait, self._room_wait = self._room_wait, None
+        if wait is not None:
+            wait.reschedule(self._home.time())
 
     async def close(self) -> None:
         self._listener.stop()

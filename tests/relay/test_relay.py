@@ -10,15 +10,24 @@ import pytest
 import torch
 from torch import nn
 
-from aiosync import AlreadyConnectedError, HandshakeError, RemoteApplyError, TCPWeightSyncScheme, WeightRelay
+from aiosync import (
+    AlreadyConnectedError,
+    ArenaAllocationError,
+    HandshakeError,
+    RemoteApplyError,
+    TCPWeightSyncScheme,
+    WeightRelay,
+)
 from aiosync.protocol.frames import Update
 from aiosync.relay.forwarder import RelayForwarder
+from aiosync.transfer.slots import Lease, release_all
+from aiosync.weights.segment import Segment
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
 from tests.kit.raw_peer import RawWorker
 from tests.kit.relay import connect, read_slowly, relay_below, serve
-from tests.kit.seams import binding_of, ticket_of
+from tests.kit.seams import binding_of, pool_of, ticket_of
 from tests.kit.tcp import TOKEN, break_off, join, make_worker, sender_of
 
 LARGE = 1 << 19  # four tensors of 2 MiB: the update is longer than what sockets take at once
@@ -459,3 +468,90 @@ async def test_the_newest_version_is_kept_until_there_is_a_newer_one(size: int) 
         await eventually(lambda: value_of(late.model) == 2, "the newest")
         await behind.close()
         await late.close()
+
+
+async def _occupied(scheme: TCPWeightSyncScheme, relay: WeightRelay, worker: Any) -> list[Lease]:
+    """Connect all three, have slow workers read both of the relay's slots, and send version 2."""
+    await connect(scheme, relay)
+    await serve(worker)
+    slow = read_slowly(relay)
+    fill(scheme.model, 1)
+    assert (await scheme.send()).ok
+    slow += read_slowly(relay)
+    fill(scheme.model, 2)
+    await scheme.send(wait=False)
+    return slow
+
+
+async def test_a_relay_waits_for_a_slot_for_longer_than_its_timeout(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        sender_of(Uniform()) as scheme,
+        relay_below(scheme.address, max_slots=2, timeout=BRIEF) as relay,
+    ):
+        worker = make_worker(relay.address)
+        slow = await _occupied(scheme, relay, worker)
+        await eventually(lambda: "every slot is in use" in caplog.text, "the timeout has passed")
+        assert value_of(worker.model) == 1
+        release_all(slow)
+        await eventually(lambda: value_of(worker.model) == 2, "it goes on")
+        fill(scheme.model, 3)
+        assert (await scheme.send()).ok
+        assert value_of(worker.model) == 3
+        await worker.close()
+
+
+async def test_a_relay_that_waits_for_a_slot_connects_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with sender_of(Uniform()) as scheme, ChaosProxy(scheme.address) as proxy:
+        async with relay_below(proxy.address, max_slots=2, timeout=BRIEF) as relay:
+            worker = make_worker(relay.address)
+            slow = await _occupied(scheme, relay, worker)
+            await eventually(lambda: "every slot is in use" in caplog.text, "it waits")
+            links = proxy.accepted
+            proxy.cut()
+            await eventually(lambda: proxy.accepted > links and bool(scheme.workers), "it is back")
+            assert value_of(worker.model) == 1
+            release_all(slow)
+            await eventually(lambda: value_of(worker.model) == 2, "it goes on")
+            await worker.close()
+
+
+async def test_a_relay_tries_again_after_an_allocation_that_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Uniform()
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        worker = make_worker(relay.address)
+        await serve(worker)
+        pool, attempts = pool_of(relay), 0
+        grow = pool.grow
+
+        def fail_once() -> Any:
+            nonlocal attempts
+            attempts += 1
+            if attempts == 1:
+                raise ArenaAllocationError(pool.layout.nbytes, "no memory")
+            return grow()
+
+        monkeypatch.setattr(pool, "grow", fail_once)
+        fill(model, 1)
+        assert (await scheme.send()).ok
+        assert attempts == 2
+        assert "no memory" in caplog.text
+        assert value_of(worker.model) == 1
+        await worker.close()
+
+
+async def test_a_relay_without_memory_for_one_version_does_not_connect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(nbytes: int) -> Any:
+        raise ArenaAllocationError(nbytes, "no memory")
+
+    async with sender_of(Uniform()) as scheme, relay_below(scheme.address) as relay:
+        await scheme.connect(min_workers=0)
+        monkeypatch.setattr(Segment, "private", fail)
+        with pytest.raises(ArenaAllocationError, match="no memory"):
+            await relay.connect()
