@@ -94,9 +94,9 @@ class SenderConnection:
         self._watch = ProcessWatch(pid, on_sender_end)
         transport.start(sink)
 
-    def close_on_breach(self, breach: ProtocolError) -> None:
-        """End the connection with a Bye: the sender broke the protocol."""
-        self.session.close(str(breach), dropped=True)
+    def break_off(self, reason: str) -> None:
+        """End the connection with a Bye. The sender counts this worker as lost."""
+        self.session.close(reason, dropped=True)
         self.flush()
 
     def flush(self) -> None:

@@ -19,7 +19,7 @@ from aiosync._deadline import Deadline
 from aiosync._endpoint import HomeLoop, OpenCalls
 from aiosync._options import OnSenderClose
 from aiosync.errors import NotConnectedError, ProtocolError, WorkerLostError
-from aiosync.events import EventSource
+from aiosync.events import EventSource, logger
 from aiosync.protocol.frames import Abort, Bye, Cut, Frame, Interrupt, Update
 from aiosync.receiver.calls import ReceivingEndpoint
 from aiosync.receiver.connection import Connector, SenderConnection
@@ -62,8 +62,10 @@ class WeightReceiver(ReceivingEndpoint):
         events: EventSource,
     ) -> None:
         self.applier = applier
-        # Whether the sender ended without a goodbye, or dropped this worker.
+        # Whether the sender ended without a goodbye, or dropped this worker, or the receiver loop has failed.
         self.lost = False
+        # What the receiver loop has failed with.
+        self._failure: Exception | None = None
         self._on_sender_close = on_sender_close
         connection = self._connection = SenderConnection(make_transport, token, model_id, worker_idx)
         reporter = self._reporter = ReceiverReporter(events, model_id, applier, connection)
@@ -157,7 +159,7 @@ class WeightReceiver(ReceivingEndpoint):
         try:
             events = session.receive(frame)
         except ProtocolError as exc:
-            self._connection.close_on_breach(exc)
+            self._connection.break_off(str(exc))
             raise
         for event in events:
             match event:
@@ -225,7 +227,8 @@ class WeightReceiver(ReceivingEndpoint):
 
         Raises:
             NotConnectedError: not connected, or the loop runs already.
-            WorkerLostError: the sender ended without a goodbye, or dropped this worker; cancels the body.
+            WorkerLostError: the sender ended without a goodbye, or dropped this worker, or the loop has
+                failed, for example since a device did; cancels the body.
         """
         # Not a task group around the body: an exception of the body would come out in an exception group.
         host = BackgroundTasks("aiosync-receiving")
@@ -244,7 +247,7 @@ class WeightReceiver(ReceivingEndpoint):
                 self._body = None
                 await host.aclose()
         if self.lost:
-            raise WorkerLostError((), self.ended or "unknown")
+            raise WorkerLostError((), self.ended or "unknown") from self._failure
 
     def _cancel_body(self) -> None:
         """Cancel the body of :meth:`receiving`, which would wait for a version that will never come."""
@@ -252,7 +255,7 @@ class WeightReceiver(ReceivingEndpoint):
             self._body.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
-        """Run the receiver loop in this task until the sender has gone."""
+        """Run the receiver loop in this task until the sender has gone; :attr:`lost` says how."""
         with self._claimed_loop():
             await self._loop()
 
@@ -279,12 +282,20 @@ class WeightReceiver(ReceivingEndpoint):
             self._handler.looping = False
 
     async def _loop(self) -> None:
-        async with self._taker:
-            while True:
-                while await self._await_pending(idle=True):
-                    await self._handler.advance()
-                if not await self._come_back():
-                    return
+        """Apply updates until the sender has gone. If that fails, this receiver is lost to the sender."""
+        try:
+            async with self._taker:
+                while True:
+                    while await self._await_pending(idle=True):
+                        await self._handler.advance()
+                    if not await self._come_back():
+                        return
+        except Exception as exc:  # noqa: BLE001 - a device that fails, or a bug
+            logger.exception("worker %d: the receiver loop has failed", self.worker_idx)
+            self._failure = exc
+            reason = f"the worker's receiver loop has failed: {exc!r}"
+            self._end(reason, lost=True)
+            self._connection.break_off(reason)
 
     async def receive_until(self, deadline: Deadline) -> Mapping[str, Tensor] | None:
         """Wait for an update that no earlier call has returned. Return the weights in service, or None if no

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from aiosync._deadline import Deadline, seconds_of
 from aiosync._endpoint import AsyncResource
-from aiosync.errors import AiosyncError, AlreadyConnectedError, NotConnectedError
-from aiosync.events import logger
+from aiosync.errors import AlreadyConnectedError, NotConnectedError
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.relay.forwarder import RelayForwarder
 from aiosync.reports import WorkerState
@@ -64,7 +63,7 @@ class WeightRelay(AsyncResource):
 
     @property
     def ended(self) -> str | None:
-        """Why no more updates will come; None while there is a trainer."""
+        """Why no more updates will come: the trainer has gone, or the relay failed. None before that."""
         return self._receiver.ended if self._receiver is not None else None
 
     async def connect(self, timeout: float | None = None) -> None:
@@ -73,6 +72,7 @@ class WeightRelay(AsyncResource):
         Raises:
             AlreadyConnectedError: it is connected.
             WorkerLostError, HandshakeError, SyncTimeoutError: as a worker's ``connect``.
+            ArenaAllocationError: there is no memory for one version.
         """
         if self._receiver is not None:
             raise AlreadyConnectedError("connect() was called before and succeeded")
@@ -84,20 +84,13 @@ class WeightRelay(AsyncResource):
             await self._receiver.connect(Deadline.after(seconds_of(timeout, self._upstream.timeout)))
             await applier.open_downstream()
             await self._host.start()
-            self._host.spawn(self._run)
+            self._host.spawn(self._receiver.run)
         except BaseException:
             await self.aclose()
             raise
 
-    async def _run(self) -> None:
-        assert self._receiver is not None
-        try:
-            await self._receiver.run()
-        except AiosyncError as exc:
-            logger.error("the relay has stopped: %s", exc)
-
     async def wait_closed(self) -> None:
-        """Wait until the trainer has gone. Has no deadline: cancel it to stop waiting."""
+        """Wait until the trainer has gone, or the relay has failed. Has no deadline: cancel it to stop."""
         if self._receiver is None:
             raise NotConnectedError("connect() first: this relay is not connected")
         await self._receiver.wait_closed()

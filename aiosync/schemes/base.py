@@ -269,8 +269,8 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
 
         Raises:
             NotConnectedError: the scheme is not connected.
-            WorkerLostError: the sender was lost, or removed this worker: the body is cancelled. (If the
-                sender closed in order, the body continues; see :attr:`ended`.)
+            WorkerLostError: the sender was lost, or removed this worker, or the receiver task failed: the
+                body is cancelled. (If the sender closed in order, the body continues; see :attr:`ended`.)
         """
         return self._receiving().receiving()
 

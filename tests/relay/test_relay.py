@@ -17,6 +17,7 @@ from aiosync import (
     RemoteApplyError,
     TCPWeightSyncScheme,
     WeightRelay,
+    WorkerLostError,
 )
 from aiosync.protocol.frames import Update
 from aiosync.relay.forwarder import RelayForwarder
@@ -555,3 +556,23 @@ async def test_a_relay_without_memory_for_one_version_does_not_connect(
         monkeypatch.setattr(Segment, "private", fail)
         with pytest.raises(ArenaAllocationError, match="no memory"):
             await relay.connect()
+
+
+async def test_a_relay_that_fails_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A supervisor can start it again: it is not connected any longer without updates."""
+    model, failure = Uniform(), RuntimeError("a bug")
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+
+        async def fail(applier: RelayForwarder) -> None:
+            raise failure
+
+        monkeypatch.setattr(RelayForwarder, "make_room", fail)
+        fill(model, 1)
+        with pytest.raises(WorkerLostError, match="a bug"):
+            await scheme.send()
+        await within(relay.wait_closed())
+        assert "a bug" in str(relay.ended)
+        assert any(record.exc_info and record.exc_info[1] is failure for record in caplog.records)
