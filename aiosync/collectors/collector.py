@@ -205,6 +205,7 @@ class MultiCollector(RestorableIterator, AsyncResource):
         Raises:
             Exception: what an environment or a policy raised in a worker, with the worker's traceback as its
                 cause.
+            UnsupportedTensorError, ArenaAllocationError: the weights cannot be sent.
             WorkerLostError: a worker died.
             SyncTimeoutError: not all workers were ready in time.
         """

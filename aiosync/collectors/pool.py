@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,14 @@ from aiosync.collectors.host import MakeHost
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
 from aiosync.collectors.worker import cancel_all
 from aiosync.collectors.worker_spec import Schemes, WorkerSpec
-from aiosync.errors import NotConnectedError, Phase, SyncTimeoutError, WorkerLostError
+from aiosync.errors import (
+    LayoutMismatchError,
+    NotConnectedError,
+    Phase,
+    SyncTimeoutError,
+    WorkerError,
+    WorkerLostError,
+)
 from aiosync.events import logger
 from aiosync.transports._tasks import BackgroundTasks
 
@@ -62,7 +69,8 @@ class Pool:
                 future.set_result(None)
 
     async def start(self, deadline: Deadline) -> None:
-        """Start the workers, and wait until each is ready. Raises what an environment or a policy raised."""
+        """Start the workers, and wait until each is ready. Raises what an environment, a policy or a
+        scheme raised."""
         await self._tasks.start()
         for scheme in self.schemes.values():
             self._stack.push_async_callback(scheme.aclose)
@@ -72,13 +80,33 @@ class Pool:
         for outcome in await asyncio.gather(*starting, return_exceptions=True):
             if outcome is not None:
                 raise outcome
+        await self._connect(deadline)
+
+    async def _connect(self, deadline: Deadline) -> None:
+        """Connect the schemes, and wait until all workers are ready. Raises why a worker failed, or the first
+        error of a scheme."""
         seconds = deadline.remaining()
-        connecting = [asyncio.ensure_future(each.connect(timeout=seconds)) for each in self.schemes.values()]
+        each = [asyncio.ensure_future(scheme.connect(timeout=seconds)) for scheme in self.schemes.values()]
+        connected = asyncio.gather(*each)  # done when all are, or one has failed
+        connected.add_done_callback(lambda _: self.notify())
+
+        def failed() -> bool:
+            return connected.done() and connected.exception() is not None
+
         try:
-            await self.wait_for(lambda: all(worker.ready for worker in self.workers), deadline, "connect")
-            await asyncio.gather(*connecting)
+            await self.wait_for(lambda: failed() or all(w.ready for w in self.workers), deadline, "connect")
+            await connected
+        except (WorkerError, LayoutMismatchError):  # of a worker: it may report what it has raised
+            await self._wait_for_report()
+            raise
         finally:
-            await cancel_all(*connecting)
+            await cancel_all(connected, *each)
+
+    async def _wait_for_report(self) -> None:
+        """Raise why a worker failed. Return if none reports an error within :data:`_EXIT_SECONDS`."""
+        with suppress(SyncTimeoutError):
+            await self.wait_for(lambda: self._error() is not None, Deadline.after(_EXIT_SECONDS), "connect")
+        self.check()
 
     def _make_worker(self, index: int) -> WorkerProxy:
         return WorkerProxy(self.specs[index], self.make_host(), self._on_change, self.on_batch)

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from aiosync import InvalidArgumentError, SharedMemWeightSyncScheme, UnknownModelError, UnpicklableError
+from aiosync import (
+    InvalidArgumentError,
+    SharedMemWeightSyncScheme,
+    UnknownModelError,
+    UnpicklableError,
+    UnsupportedTensorError,
+)
 from aiosync.collectors import Collector, MultiCollector
 from aiosync.collectors.pickling import PolicySkeleton
 from tests.collectors.kit import ENVS, check, collecting, specs_of, workers_of
@@ -258,3 +264,11 @@ async def test_updates_by_device_and_with_a_mask() -> None:
                 await collector.reset(mask)
         with pytest.raises(InvalidArgumentError, match="no policy in this process"):
             MultiCollector(ENVS).get_model()
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiCollector])
+async def test_weights_that_cannot_be_sent_end_the_start(kind: type[MultiCollector]) -> None:
+    policy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(UnsupportedTensorError, match="run one forward pass first"):
+        async with kind(Counting, policy, frames_per_batch=20, timeout=PATIENCE):
+            pass

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from aiosync import InvalidArgumentError, LayoutMismatchError, MemoryWeightSyncScheme
+from aiosync import InvalidArgumentError, LayoutMismatchError, MemoryWeightSyncScheme, WorkerLostError
 from aiosync.collectors import Collector
 from aiosync.sync import collectors as blocking
 from tests.collectors.kit import check
 from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
-from tests.kit.clock import PATIENCE
+from tests.kit.clock import PATIENCE, steps
 from tests.kit.marked import mark
 
 OPTIONS: dict[str, Any] = {"frames_per_batch": 20, "timeout": PATIENCE}
@@ -135,6 +135,24 @@ async def test_its_environment_is_closed_if_it_cannot_start(fails: str) -> None:
         async with Collector(Closing, policy, weight_sync_schemes=schemes, **OPTIONS):
             pass
     assert released == ["scheme", "environment"]
+
+
+async def test_the_workers_own_error_is_raised_if_both_sides_fail() -> None:
+    sender_failed = asyncio.Event()
+
+    class Refused(MemoryWeightSyncScheme):
+        async def connect(self, **options: Any) -> None:
+            if self.initialized_on_receiver:
+                await sender_failed.wait()
+                await steps(20)
+                raise Odd("in connect", 1)
+            sender_failed.set()
+            raise WorkerLostError([0], "it refused")
+
+    schemes = {"policy": Refused(timeout=PATIENCE)}
+    with pytest.raises(Odd, match="in connect"):
+        async with Collector(Counting, make_policy(), weight_sync_schemes=schemes, **OPTIONS):
+            pass
 
 
 def test_what_is_said_of_processes_is_refused() -> None:
