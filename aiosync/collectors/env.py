@@ -185,8 +185,9 @@ class Env(ABC):
         return await self.reset()
 
     @abstractmethod
-    def random_action(self) -> Values:
-        """Return a random action: the fields of ``action_keys``."""
+    def random_action(self, current: Values) -> Values:
+        """Return a random action: the fields of ``action_keys``. ``current``: what the next step begins with,
+        such as a mask of the actions that are allowed."""
 
     @abstractmethod
     def set_seed(self, seed: int) -> None:

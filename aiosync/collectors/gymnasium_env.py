@@ -99,7 +99,7 @@ class GymnasiumEnv(Env):
         if space is not None:
             space.seed(seed)
 
-    def random_action(self) -> Values:
+    def random_action(self, current: Values) -> Values:
         action = self.env.action_space.sample()
         found = np.array(action) if isinstance(action, np.ndarray | np.generic | int | float) else None
         if found is None:

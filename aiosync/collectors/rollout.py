@@ -266,7 +266,7 @@ class Rollout:
 
     def _act(self, at_random: bool) -> Values:
         if at_random or self.policy is None:
-            return self.env.random_action()
+            return self.env.random_action(self._current)
         return dict(self.policy(self._current))
 
     def _apply_step_limit(self, after: Values) -> None:

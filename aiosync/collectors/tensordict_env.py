@@ -178,8 +178,7 @@ class TensorDictEnv(Env):
 
     def _input(self, step: Values) -> TensorDictBase:
         """Return the input of a step: what the environment returned last, with what the policy has added."""
-        root, done = self._root, self.ends[0].done
-        given = step[done]
+        root = self._root_of(step)
         # Copies: a policy may return the same memory each time, or its own parameters.
         chosen: Values = {
             key: as_tensor(value).clone()
@@ -187,7 +186,7 @@ class TensorDictEnv(Env):
             if self._fields.get(key) is not value and key not in self._tags
         }
         step = {key: value for key, value in step.items() if key not in self._tags} | chosen
-        if root is None or self._fields.get(done) is not given:  # not kept, or a state was loaded
+        if root is None:
             self._first = self._first or frozenset(key for key in step if key in self._known)
             root = self._unflatten(step)
         else:
@@ -195,6 +194,11 @@ class TensorDictEnv(Env):
                 root.set(key, value)
         self._keep(step)
         return root
+
+    def _root_of(self, current: Values) -> TensorDictBase | None:
+        """Return the TensorDict that has these fields, if it is kept: it is not if a state was loaded."""
+        done = self.ends[0].done
+        return self._root if self._fields.get(done) is current[done] else None
 
     def _keep(self, step: Values) -> None:
         """Remember what the policy may read again of the input of a step."""
@@ -259,11 +263,13 @@ class TensorDictEnv(Env):
         root: TensorDictBase = self.env.step_mdp(self._stepped)
         return root
 
-    def random_action(self) -> Values:
-        if self._root is not None:
-            found = self.env.rand_action(self._root.copy())
+    def random_action(self, current: Values) -> Values:
+        root = self._root_of(current)
+        if root is None:
+            given = self._unflatten({key: value for key, value in current.items() if key not in self._tags})
         else:
-            found = self.env.rand_action(None if self.env.batch_locked else self._unflatten({}))
+            given = root.copy()
+        found = self.env.rand_action(given)  # which may read a mask of actions, and adds the action
         return {key: found.get(key) for key in self.action_keys}
 
     def set_seed(self, seed: int) -> None:

@@ -12,13 +12,13 @@ pytest.importorskip("torchrl")
 
 from tensordict import LazyStackedTensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.envs import SerialEnv
+from torchrl.envs import SerialEnv, TicTacToeEnv
 
 from aiosync import InvalidArgumentError
 from aiosync.collectors import Collector
 from tests.collectors.kit import ListReplayBuffer, collecting
 from tests.kit.clock import PATIENCE, within
-from tests.kit.torchrl_envs import AGENTS, Growing, Steps, Team, act, make_policy
+from tests.kit.torchrl_envs import AGENTS, Growing, Masked, Steps, Team, act, make_policy
 
 OPTIONS: dict[str, Any] = {"frames_per_batch": 8, "timeout": PATIENCE, "track_policy_version": False}
 
@@ -97,3 +97,22 @@ async def test_workers_get_copies_of_an_environment() -> None:
     assert torch.equal(batch["observation"][0], batch["observation"][1])
     assert torch.equal(batch["action"], act(batch["observation"]))
     assert env.episode.unique().tolist() == [-1]
+
+
+def _is_legal(batch: Any) -> bool:
+    """Whether each action is one that the mask in the same frame allows."""
+    mask = batch["mask"] if "mask" in batch.keys() else batch["rules", "mask"]
+    action = batch["action"].long()
+    return bool(mask.gather(-1, action.view(*mask.shape[:-1], 1)).all())
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+@pytest.mark.parametrize("make", [TicTacToeEnv, Masked, partial(Masked, (2,))])
+async def test_random_actions_are_those_that_a_mask_allows(make: Any, limit: int) -> None:
+    options: dict[str, Any] = {**OPTIONS, "frames_per_batch": 40, "max_frames_per_traj": limit}
+    async with Collector(make, **options) as collector:
+        assert _is_legal(await anext(collector))
+        state = await collector.state_dict()
+        assert _is_legal(await anext(collector))
+        await collector.load_state_dict(state)
+        assert _is_legal(await anext(collector))

@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.data import Bounded, Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-__all__ = ["AGENTS", "Growing", "Speaking", "Steps", "Team", "act", "make_policy"]
+__all__ = ["AGENTS", "Growing", "Masked", "Speaking", "Steps", "Team", "act", "make_policy"]
 
 AGENTS = 3
 
@@ -90,6 +90,25 @@ class Speaking(Steps):
     def _observed(self) -> dict[str, Any]:
         text = NonTensorData(f"step {int(self.count.flatten()[0])}", batch_size=self.batch_size)
         return super()._observed() | {"text": text}
+
+
+class Masked(Steps):
+    """Observes also a mask, ``("rules", "mask")``, of the one action of three that it takes next."""
+
+    def __init__(self, batch_size: tuple[int, ...] = ()) -> None:
+        super().__init__(batch_size)
+        size = self.batch_size
+        self.observation_spec["rules"] = Composite(mask=_flag(*size, 3), shape=size)
+
+    def _observed(self) -> dict[str, Any]:
+        mask = self.count % 3 == torch.arange(3)
+        return super()._observed() | {"rules": TensorDict({"mask": mask}, self.batch_size)}
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Choose the allowed action, and change the input."""
+        assert tensordict is not None
+        action = tensordict.pop(("rules", "mask")).float().argmax(-1, keepdim=True)
+        return tensordict.set("action", action.float())
 
 
 class Team(EnvBase):  # type: ignore[misc]
