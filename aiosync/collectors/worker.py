@@ -64,19 +64,19 @@ def policy_schemes(schemes: Schemes) -> list[WeightSyncScheme]:
 async def run_worker(spec: Callable[[], WorkerSpec], schemes: Schemes, pipe: CommandPipe) -> None:
     """Run a worker until the collector closes the pipe. An error is sent to the collector, also that of
     ``spec()``, which returns the worker's spec."""
-    first: Exception | None = None  # an error of a close() must not hide it
     try:
         async with AsyncExitStack() as stack:
             try:
                 await Worker(spec(), schemes, pipe, stack).run()
+            except CommandPipeClosed:
+                raise  # the collector closed the pipe
             except Exception as exc:
-                first = exc
+                # Before tasks are cancelled and environments closed: that may hang, or end this process.
+                pipe.send(ErrorReport.of(exc))
+                await pipe.flush()  # the collector may be busy; if it closes the pipe or dies, this ends
                 raise
-    except CommandPipeClosed:
-        pass  # the collector closed the pipe
-    except Exception as exc:  # noqa: BLE001 - sent to the collector
-        pipe.send(ErrorReport.of(first or exc))
-        await pipe.flush()  # the collector's event loop may be busy; if it closes the pipe or dies, this ends
+    except Exception:  # noqa: BLE001 - reported already, or of a close() that comes last
+        pass
     finally:
         pipe.close()
 
@@ -84,7 +84,7 @@ async def run_worker(spec: Callable[[], WorkerSpec], schemes: Schemes, pipe: Com
 class Worker:
     """One worker. The collector calls the methods behind :meth:`run` through
     :class:`~aiosync.collectors.command_pipe.Call`. Schemes find their models through :meth:`get_model`.
-    ``stack`` closes the schemes, then the environments.
+    ``stack`` cancels the tasks, then closes the schemes, then the environments.
     """
 
     def __init__(self, spec: WorkerSpec, schemes: Schemes, pipe: CommandPipe, stack: AsyncExitStack) -> None:
@@ -150,14 +150,12 @@ class Worker:
         self._pipe.send(Ready(self._shape, dict(self._envs[0].nested), self._envs[0].whole))
         rolling_out = map(self._roll_out, self._rollouts)
         tasks = [asyncio.ensure_future(work) for work in (self._receive_commands(), *rolling_out)]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if task.cancelled():  # not by this worker: it cancels no task before this
-                    raise RuntimeError("the environment or the policy raised CancelledError")
-                task.result()
-        finally:
-            await cancel_all(*tasks)
+        self._stack.push_async_callback(cancel_all, *tasks)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if task.cancelled():  # not by this worker: it cancels no task before this
+                raise RuntimeError("the environment or the policy raised CancelledError")
+            task.result()
 
     async def _set_up(self) -> None:
         for model_id, scheme in self._schemes.items():

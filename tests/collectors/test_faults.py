@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aiosync import SyncTimeoutError, WorkerLostError
-from aiosync.collectors import MultiCollector
+from aiosync.collectors import Collector, MultiCollector
 from tests.collectors.kit import ENVS, check, collecting, pid_of
 from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
 from tests.kit.clock import PATIENCE, SCALE, eventually, within
@@ -202,6 +202,48 @@ async def test_an_environment_that_does_not_close(how: str, sync: bool) -> None:
         await anext(collector)
         await collector.aclose(timeout=1 * SCALE)
     assert time.monotonic() - started < PATIENCE
+
+
+class FailingFirst(Closing):
+    """Raises in its first step."""
+
+    def step(self, action: Any) -> Any:
+        """See :class:`FailingFirst`."""
+        raise Odd("in step", 1)
+
+
+@pytest.mark.parametrize("how", ["hang", "kill", "raise"])
+async def test_an_error_is_raised_before_the_environment_is_closed(how: str) -> None:
+    async with collecting([functools.partial(FailingFirst, how)], restart_workers=1) as collector:
+        with pytest.raises(Odd, match="in step"):
+            await anext(collector)
+        await collector.aclose(timeout=1 * SCALE)
+
+
+async def test_an_error_is_raised_before_other_environments_are_cancelled() -> None:
+    begun, cancelled, released = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(AsyncCounting):
+        async def step(self, action: Any) -> Any:
+            begun.set()
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                cancelled.set()
+                await released.wait()
+
+    class Fails(AsyncCounting):
+        async def step(self, action: Any) -> Any:
+            await begun.wait()
+            raise Odd("in step", 1)
+
+    envs = iter([Slow(), Fails()])
+    options: dict[str, Any] = {"frames_per_batch": 20, "timeout": PATIENCE}
+    async with Collector(lambda: next(envs), envs_per_worker=2, **options) as collector:
+        with pytest.raises(Odd, match="in step"):
+            await anext(collector)
+        await within(cancelled.wait())
+        released.set()
 
 
 @BOTH
