@@ -44,6 +44,7 @@ class WorkerAccess(UpstreamControls):
 
         Raises:
             AttributeError: the environment has no such attribute.
+            UnpicklableError: the attribute cannot be unpickled in this process.
         """
         return await self._call_first("get_attribute", timeout, "env", attr)
 
@@ -147,6 +148,7 @@ class WorkerAccess(UpstreamControls):
         Raises:
             InvalidArgumentError: a list has not one entry for each worker.
             AttributeError: a part of the path does not exist.
+            UnpicklableError: an argument cannot be unpickled in a worker, or a result in this process.
             Exception: what a method raises.
         """
         count = self.num_workers

@@ -16,7 +16,49 @@ import cloudpickle
 from tensordict import TensorDictBase
 
 from aiosync.collectors.env import Nested, Specs
+from aiosync.errors import UnpicklableError
 from aiosync.transports._offload import handover
+
+
+class Payload:
+    """A value in a message, pickled by itself: the message also arrives if its value cannot be unpickled.
+
+    Without a process boundary the value is passed by reference.
+    """
+
+    def __init__(self, value: Any, *, kind: str | None = None, data: bytes | None = None) -> None:
+        self._value = value
+        self._kind = type(value).__name__ if kind is None else kind
+        self._data = data  # the pickled value; None: it has not been pickled yet
+        self._received = data is not None  # only the data are here
+
+    def pickled(self) -> bytes:
+        """Return the pickled value. Raises what pickling raises."""
+        if self._data is None:
+            self._data = cloudpickle.dumps(self._value)
+        return self._data
+
+    def __reduce__(self) -> Any:
+        return _payload, (self._kind, self.pickled())
+
+    def load(self, what: str) -> Any:
+        """Return the value. ``what``: its name in an error message. UnpicklableError: it cannot be unpickled
+        in this process."""
+        if not self._received:
+            return self._value
+        assert self._data is not None
+        try:
+            return pickle.loads(self._data)
+        except Exception as exc:
+            raise UnpicklableError(
+                f"{what}, a {self._kind}, cannot be unpickled in this process: {type(exc).__name__}: {exc}. "
+                "Expected a value that any process can import and unpickle: pass plain values instead"
+            ) from exc
+
+
+def _payload(kind: str, data: bytes) -> Payload:
+    return Payload(None, kind=kind, data=data)
+
 
 # -- messages to the worker ----------------------------------------------------------------------------
 
@@ -39,7 +81,7 @@ class Call(NamedTuple):
 
     number: int  # repeated in the Answer
     method: str
-    arguments: tuple[Any, ...]
+    arguments: Payload  # a tuple
 
 
 # -- messages from the worker --------------------------------------------------------------------------
@@ -100,9 +142,12 @@ class ErrorReport(NamedTuple):
         return cls(data, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
     def exception(self, worker: int) -> BaseException:
-        """Return the exception, with its traceback as the cause and a note that names the worker."""
-        unpicklable = RuntimeError(f"{self.kind}: {self.message}")
-        error: BaseException = unpicklable if self.error is None else pickle.loads(self.error)
+        """Return the exception, or a RuntimeError with its message if it cannot be unpickled. It has its
+        traceback as the cause, and a note that names the worker."""
+        error: BaseException = RuntimeError(f"{self.kind}: {self.message}")
+        if self.error is not None:
+            with suppress(Exception):  # perhaps only the worker can import its class
+                error = pickle.loads(self.error)
         error.__cause__ = RemoteTraceback(self.trace)
         error.add_note(f"(raised by collector worker {worker})")
         return error
@@ -119,7 +164,7 @@ class Answer(NamedTuple):
     """What a call returned or raised."""
 
     number: int  # of the Call that this answers
-    value: Any = None
+    value: Payload | None = None
     error: ErrorReport | None = None  # None: it returned
 
 

@@ -24,6 +24,7 @@ from aiosync.collectors.command_pipe import (
     EndEarly,
     ErrorReport,
     NewBuffer,
+    Payload,
     Ready,
 )
 from aiosync.collectors.env import Nested, assemble
@@ -237,13 +238,14 @@ class WorkerProxy:
             self._requests[request.number] = request
 
     async def call(self, method: str, arguments: Sequence[Any], deadline: Deadline) -> Any:
-        """Call one of the worker's methods. Raises what the method raises, or why the worker failed."""
+        """Call one of the worker's methods. Raises what the method raises, or why the worker failed.
+        UnpicklableError: the arguments or the result cannot be unpickled in the other process."""
         if self.error is not None:
             raise self.error
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._send(Call(number, method, tuple(arguments)))
         try:
+            self._send(Call(number, method, Payload(tuple(arguments))))
             await asyncio.wait([future], timeout=deadline.remaining())
             if not future.done():
                 hint = f"{method}() has not answered"
@@ -253,7 +255,8 @@ class WorkerProxy:
             self._calls.pop(number, None)
         if answer.error is not None:
             raise answer.error.exception(self.index)
-        return answer.value
+        assert answer.value is not None
+        return answer.value.load(f"what {method}() of worker {self.index} returned")
 
     # -- the end --------------------------------------------------------------------------------------
 

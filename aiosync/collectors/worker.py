@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack
 from importlib import import_module
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import nn
@@ -33,6 +32,7 @@ from aiosync.collectors.command_pipe import (
     Continued,
     EndEarly,
     ErrorReport,
+    Payload,
     Ready,
 )
 from aiosync.collectors.env import Env
@@ -202,8 +202,9 @@ class Worker:
 
     async def _call_method(self, call: Call) -> Answer:
         try:
-            value = await getattr(self, call.method)(*call.arguments)
-            cloudpickle.dumps(value)  # a value that cannot be pickled is an error of this call
+            arguments = call.arguments.load(f"the arguments of {call.method}()")
+            value = Payload(await getattr(self, call.method)(*arguments))
+            value.pickled()  # a value that cannot be pickled is an error of this call
         except Exception as exc:  # noqa: BLE001 - sent to the collector
             return Answer(call.number, error=ErrorReport.of(exc))
         return Answer(call.number, value)

@@ -236,6 +236,7 @@ class MultiCollector(BlockingCollector):
 
         Raises:
             AttributeError: the environment has no such attribute.
+            UnpicklableError: the attribute cannot be unpickled in this process.
         """
         return portal().call(self._started.getattr_env, attr, timeout)
 
@@ -319,6 +320,7 @@ class MultiCollector(BlockingCollector):
         Raises:
             InvalidArgumentError: a list has not one entry for each worker.
             AttributeError: a part of the path does not exist.
+            UnpicklableError: an argument cannot be unpickled in a worker, or a result in this process.
             Exception: what a method raises.
         """
         return portal().call(self._started.map_fn, method_name, list_of_args, list_of_kwargs, timeout)

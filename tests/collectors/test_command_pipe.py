@@ -29,6 +29,7 @@ from aiosync.collectors.command_pipe import (
     ErrorReport,
     LocalCommandPipe,
     NewBuffer,
+    Payload,
 )
 from aiosync.collectors.host import Host
 from aiosync.collectors.process_pipe import ProcessCommandPipe
@@ -72,12 +73,13 @@ async def test_messages_of_every_kind() -> None:
         Collect(8, cast(int, np.int64(512))),
         EndEarly(),
         Batch(1 << 40, 64, 1, [3, 1, 2], None, continued),
-        Call(3, "execute", ("path", (1,), {})),
     ):
         sender.send(message)
         found = await within(reader.receive())
         assert (type(found), found) == (type(message), message)
         assert type(found) is not Batch or type(found.continued) is Continued
+    sender.send(Call(3, "execute", Payload(("path", (1,), {}))))
+    assert (await within(reader.receive())).arguments.load("it") == ("path", (1,), {})
     sender.send(Batch(8, 64, 1, None, data))
     assert (await within(reader.receive())).data["a"].tolist() == [1, 1, 1]
     sender.close()
@@ -171,3 +173,13 @@ async def test_a_report_behind_a_buffer_that_is_gone(reported: bool) -> None:
     await within(changed.wait())
     assert isinstance(worker.error, Odd if reported else WorkerLostError), worker.error
     await worker.close(Deadline.after(0))
+
+
+@pytest.mark.parametrize("data", [b"cno_such_module\nOdd\n.", b"not a pickle"])
+def test_an_exception_that_only_the_worker_can_import(data: bytes) -> None:
+    error = ErrorReport.of(Odd("in step", 13))._replace(error=data).exception(3)
+    assert type(error) is RuntimeError
+    assert "Odd: " in str(error)
+    assert "in step" in str(error)
+    assert "in step" in str(error.__cause__)
+    assert error.__notes__ == ["(raised by collector worker 3)"]

@@ -15,6 +15,7 @@ from aiosync import (
     InvalidArgumentError,
     NotConnectedError,
     SyncTimeoutError,
+    UnpicklableError,
     WorkerLostError,
     _processors,
 )
@@ -239,6 +240,33 @@ async def test_attributes_of_the_workers() -> None:
         assert await collector.getattr_policy_all("module.net.out_features") == [3, 3]
         with pytest.raises(AttributeError, match="nmae"):
             await collector.getattr_env("nmae")
+
+
+class Unloadable(Exception):
+    """Can be pickled, and not unpickled: only its message is passed to its class."""
+
+    def __init__(self, what: str, number: int) -> None:
+        super().__init__(f"{what} {number}")
+
+
+class Keeping(Counting):
+    """Keeps an exception, and takes what it is given."""
+
+    last_error = Unloadable("in step", 13)
+
+    def take(self, given: Any) -> str:
+        """Return the name of its type."""
+        return type(given).__name__
+
+
+async def test_what_cannot_be_unpickled_fails_one_call_only() -> None:
+    async with collecting([Keeping], make_policy()) as collector:
+        with pytest.raises(UnpicklableError, match=r"get_attribute\(\) .*, a Unloadable, .*TypeError"):
+            await collector.getattr_env("last_error")
+        with pytest.raises(UnpicklableError, match=r"the arguments of execute\(\).*TypeError"):
+            await collector.map_fn("env.take", [[Unloadable("an argument", 1)]])
+        assert await collector.map_fn("env.take", [[1]]) == ["int"]
+        check(await anext(collector))
 
 
 @pytest.mark.parametrize(
