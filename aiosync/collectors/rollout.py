@@ -51,7 +51,7 @@ class Rollout:
     stride: int
     version: Callable[[], int] | None  # returns the current version of the policy; None: no frame is tagged
     direct: bool = False  # frames may be written by DirectFrames: no option or other rollout is in the way
-    # What the environment observes now: the next frame begins with it. Empty before the first reset.
+    # What the environment observes now: the next frame begins with it, or with a reset if it is empty.
     _current: Values = field(default_factory=dict)
     # What the environment's step() returned last, if _current has not been made from it yet.
     _found: Any = None
@@ -63,6 +63,7 @@ class Rollout:
     _batch: PartialBatch | None = None
     # The fields of its first frame: of the policy, below "next", and those that the environment keeps.
     _fields: tuple[Set[Key], Set[Key], Set[Key]] | None = None
+    _seed: int | None = None  # of a reset that has failed; None: it had none, or there was no such reset
     _steps: int = 0  # how many steps the environment has taken, or fewer after a state was loaded
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -77,16 +78,20 @@ class Rollout:
     async def reset(self, seed: int | None = None) -> None:
         """Begin a new episode, after the frame in progress. ``seed``: seed the environment first."""
         async with self._lock:
-            if seed is not None:
-                self.env.set_seed(seed)
-            await self._reset()
+            await self._reset(seed)
 
-    async def _reset(self) -> None:
-        self._current = current = await self.env.reset()
-        self._found, self._follows = None, False
+    async def _reset(self, seed: int | None = None) -> None:
+        seed = self._seed if seed is None else seed
+        if seed is not None:
+            self.env.set_seed(seed)
+        self._flush()
+        # If the environment raises, the next frame begins with another reset, with the same seed.
+        self._current, self._found, self._follows, self._seed = {}, None, False, seed
+        current = await self.env.reset()
+        self._seed = None
         for ends in self._limited:
             current[ends.step_count] = torch.zeros_like(as_tensor(current[ends.done]), dtype=torch.int64)
-        self._flush()
+        self._current = current
         self._ids.restart(self._steps)
 
     async def restart(self, next_id: int) -> None:
@@ -118,7 +123,7 @@ class Rollout:
             self._ids.current[...] = as_array(kept["traj_ids"])
             self._steps, self._ids.begun[...] = 0, -as_array(kept["lengths"])
             self._ids.next_id = kept["next_traj_id"]
-            self._current, self._found, self._follows = kept["current"], None, False
+            self._current, self._found, self._follows, self._seed = kept["current"], None, False, None
             if env is None:
                 await self._reset()
             else:

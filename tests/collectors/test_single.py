@@ -13,7 +13,7 @@ from aiosync import InvalidArgumentError, LayoutMismatchError, MemoryWeightSyncS
 from aiosync.collectors import Collector
 from aiosync.sync import collectors as blocking
 from tests.collectors.kit import check
-from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
+from tests.collectors.worlds import AsyncCounting, AsyncUnready, Counting, Failing, Odd, Unready, make_policy
 from tests.kit.clock import PATIENCE, steps
 from tests.kit.marked import mark
 
@@ -79,6 +79,41 @@ class Slow(Counting):
         """See :class:`Counting`."""
         time.sleep(0.002)
         return super().step(action)
+
+
+@pytest.mark.parametrize("limit", [None, 100])
+@pytest.mark.parametrize("make", [Unready, AsyncUnready])
+@pytest.mark.parametrize("restored", [False, True])
+async def test_after_a_reset_that_failed_the_next_frame_begins_with_one(
+    restored: bool, make: Any, limit: int | None
+) -> None:
+    options = OPTIONS | {"frames_per_batch": 5, "max_frames_per_traj": limit}
+    env = make()
+    async with Collector(env, make_policy(), **options) as collector:
+        before = await anext(collector)
+        env.failures = 1
+        with pytest.raises(Odd, match="in reset"):
+            await collector.reset()
+        if restored:
+            await collector.load_state_dict(await collector.state_dict())
+        after = await anext(collector)
+    check(after)
+    assert before["observation"][-1].tolist() == [0, 0, 4, -1]
+    assert after["observation"][0].tolist() == [0, 1, 0, -1]
+    assert (after["collector", "traj_ids"] > before["collector", "traj_ids"]).all()
+
+
+@pytest.mark.parametrize("make", [Unready, AsyncUnready])
+async def test_a_seed_is_that_of_the_next_reset_that_succeeds(make: Any) -> None:
+    env = make()
+    async with Collector(env, make_policy(), **OPTIONS) as collector:
+        env.failures = 2
+        for _ in range(2):
+            with pytest.raises(Odd, match="in reset"):
+                await collector.set_seed(3)
+        assert (await anext(collector))["observation"][0].tolist() == [0, 0, 0, 3]
+        await collector.reset()
+        assert (await anext(collector))["observation"][0].tolist() == [0, 3, 0, 3]
 
 
 async def test_others_have_their_turn() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.kit import marked
 
-__all__ = ["AsyncCounting", "Counting", "Failing", "Odd", "make_policy"]
+__all__ = ["AsyncCounting", "AsyncUnready", "Counting", "Failing", "Odd", "Unready", "make_policy"]
 
 
 class Counting(gym.Env[Any, Any]):
@@ -63,6 +63,32 @@ class AsyncCounting:
         """See :class:`Counting`."""
         await asyncio.sleep(self._seconds)
         return self._env.step(action)
+
+
+class Unready(Counting):
+    """Fails in the next ``failures`` resets."""
+
+    failures = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """See :class:`Counting`."""
+        if self.failures:
+            self.failures -= 1
+            raise Odd("in reset", 1)
+        return super().reset(seed=seed)
+
+
+class AsyncUnready(AsyncCounting):
+    """The same, with coroutines."""
+
+    failures = 0
+
+    async def reset(self, *, seed: int | None = None) -> Any:
+        """See :class:`Unready`."""
+        if self.failures:
+            self.failures -= 1
+            raise Odd("in reset", 1)
+        return await super().reset(seed=seed)
 
 
 class Odd(Exception):
