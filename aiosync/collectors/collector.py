@@ -267,8 +267,9 @@ class MultiCollector(RestorableIterator, AsyncResource):
 
         Args:
             timeout: as of :meth:`aclose`.
-            close_env: whether to close the environments. False is for a :class:`Collector` only: otherwise
-                the environments end with the workers.
+            close_env: whether to close the environments, also one that was given as an object and that
+                :meth:`load_state_dict` has replaced. False is for a :class:`Collector` only: otherwise the
+                environments end with the workers.
             raise_on_error: whether to raise the errors of the workers' end.
 
         Raises:

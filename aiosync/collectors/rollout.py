@@ -113,8 +113,9 @@ class Rollout:
         kept = {"current": as_tensors(self._observed()), "traj_ids": ids, "lengths": lengths}
         return {"env": env, "next_traj_id": self._ids.next_id, **copy.deepcopy(kept)}
 
-    async def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a state. Begins a new episode if the state has no environment."""
+    async def load_state(self, state: dict[str, Any]) -> Env | None:
+        """Restore a state. Begins a new episode if the state has no environment. Returns the environment that
+        was replaced, if there is one: the caller closes it."""
         async with self._lock:
             env = None if state["env"] is None else load_env(state["env"])  # first: it may raise
             kept = copy.deepcopy(state)
@@ -126,8 +127,11 @@ class Rollout:
             self._current, self._found, self._follows, self._seed = kept["current"], None, False, None
             if env is None:
                 await self._reset()
-            else:
-                self.env.env = env
+            if env is None or env is self.env.env:
+                return None
+            replaced = copy.copy(self.env)
+            self.env.env = env
+            return replaced
 
     async def collect(self, batch: PartialBatch, turn: NextTurn) -> None:
         """Collect frames for ``batch`` until it has no room, or until a turn of the event loop is due,

@@ -154,6 +154,9 @@ class RestorableIterator(TrajectoryIterator):
         The policy's weights in the state are sent to the workers. torchrl's state has no environments and no
         random number generators, so workers begin new episodes. A warning names what is not restored.
 
+        Workers close the environments that are replaced. One that was given to a :class:`Collector` as an
+        object is closed with the collector, unless :meth:`shutdown` gets ``close_env=False``.
+
         Args:
             state_dict: the state.
             timeout: seconds.

@@ -75,9 +75,8 @@ class Collector(MultiCollector):
             config=config,
         )
         self._joiner = _OnlyPart(config.batch.join_dim)
-        self._env_was_given = callable(getattr(create_env_fn, "step", None)) and not isinstance(
-            create_env_fn, type
-        )
+        (env,) = create_env_fn if isinstance(create_env_fn, Sequence) else (create_env_fn,)
+        self._env_was_given = callable(getattr(env, "step", None)) and not isinstance(env, type)
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
         return MemoryWeightSyncScheme(**options)
@@ -123,7 +122,8 @@ class Collector(MultiCollector):
         return found
 
     def _spec(self, index: int) -> WorkerSpec:
-        return replace(super()._spec(index), own_process=False, use_buffers=False)
+        spec = super()._spec(index)
+        return replace(spec, env_given=self._env_was_given, own_process=False, use_buffers=False)
 
 
 class _OnlyPart(BatchJoiner):

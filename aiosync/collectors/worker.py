@@ -44,6 +44,7 @@ from aiosync.collectors.tensordict_env import load_env_state
 from aiosync.collectors.turns import Turns
 from aiosync.collectors.worker_spec import POLICY, Schemes, WorkerSpec
 from aiosync.errors import NotInitializedError
+from aiosync.events import logger
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import call_by_path, resolve_model
 
@@ -112,6 +113,7 @@ class Worker:
             self.policy = spec.make_policy()
         self._envs = [self._make_env() for _ in range(config.processes.envs_per_worker)]
         self.env = self._envs[0].env  # as create_env returned it
+        self._given = [each.env for each in self._envs] if spec.env_given else []
         if not policy_first and spec.make_policy is not None:
             self.policy = spec.make_policy()
         if isinstance(self.policy, nn.Module) and self._devices.policy is not None:
@@ -314,6 +316,7 @@ class Worker:
         """Restore a state of :meth:`state`, of the same number of environments, or that of torchrl's worker,
         which has no environment: new episodes begin, and ``next_traj_id`` is the lowest number of the first
         one. Returns what of the state could not be restored."""
+        replaced: list[Env | None] = []
         rollouts = state.get("rollouts")
         pickled = rollouts is not None and rollouts[0]["env"] is not None
         unused = [] if pickled else load_env_state(self.env, state.get("env_state_dict"))
@@ -321,14 +324,27 @@ class Worker:
             for rollout in self._rollouts:
                 await rollout.restart(next_traj_id)
         else:
-            for rollout, saved in zip(self._rollouts, rollouts, strict=True):
-                await rollout.load_state(saved)
+            pairs = zip(self._rollouts, rollouts, strict=True)
+            replaced = [await rollout.load_state(saved) for rollout, saved in pairs]
             torch.set_rng_state(state["torch"])
             np.random.set_state(state["numpy"])
             random.setstate(state["random"])
         self.env = self._envs[0].env
         self._frames, self._batches = state["frames"], state["iter"] + 1
+        for env in replaced:
+            if env is not None:
+                await self._close_replaced(env)
         return unused
+
+    async def _close_replaced(self, env: Env) -> None:
+        """Close an environment that a loaded state has replaced; one that was given, at this worker's end."""
+        if any(env.env is each for each in self._given):
+            self._stack.push_async_callback(self._close_env, env)
+            return
+        try:
+            await env.close()
+        except Exception as exc:  # noqa: BLE001 - the state is restored
+            logger.warning("load_state_dict: close() of the replaced environment raised %r", exc)
 
     async def keep_environments(self) -> None:
         """Do not close the environments when this worker ends."""

@@ -29,6 +29,7 @@ class WorkerSpec:
     first_id: int  # the number of the worker's first trajectory
     seed: int | None = None  # of its first environment; None: unseeded
     extra_updates: int = 0  # updates of the policy before this worker's start that no scheme counts
+    env_given: bool = False  # create_env returns an environment that the trainer may use after this worker
     own_process: bool = True  # the worker does not share its process with the collector
     own_loop: bool = False  # the worker's event loop runs nothing else
     use_buffers: bool = True  # batches go through shared memory; otherwise in messages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -57,6 +57,59 @@ async def test_an_environment_may_be_kept(close_env: bool) -> None:
         await collector.async_shutdown(close_env=close_env)
         assert collector.closed
     assert env.closed is close_env
+
+
+class Recorded(AsyncCounting):
+    """Adds itself to ``ended`` where it is closed, and then may raise."""
+
+    ended: ClassVar[list[Any]] = []
+    fails = False
+
+    async def close(self) -> None:
+        """See :class:`Recorded`."""
+        await asyncio.sleep(0)
+        self.ended.append(self)
+        if self.fails:
+            raise Odd("in close", 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_loaded_state_closes_the_environment_that_it_replaces(
+    fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    Recorded.ended.clear()
+    async with Collector(Recorded, **OPTIONS) as collector:
+        await anext(collector)
+        state = await collector.state_dict()
+        for count in range(1, 3):
+            env = await collector.get_distant_attr("env")
+            env.fails = fails
+            await collector.load_state_dict(state)
+            assert Recorded.ended[count - 1] is env
+            assert len(Recorded.ended) == count
+            assert (await anext(collector))["observation"][0].tolist() == [0, 2, 6, -1]
+        assert ("close() of the replaced environment raised Odd" in caplog.text) is fails
+    assert len(Recorded.ended) == 3
+
+
+@pytest.mark.parametrize("close_env", [True, False])
+@pytest.mark.parametrize("as_list", [True, False])
+async def test_a_given_environment_that_is_replaced_is_closed_with_the_collector(
+    as_list: bool, close_env: bool
+) -> None:
+    Recorded.ended.clear()
+    env = Recorded()
+    async with Collector([env] if as_list else env, **OPTIONS) as collector:
+        await anext(collector)
+        state = await collector.state_dict()
+        await collector.load_state_dict(state)
+        assert not Recorded.ended
+        await collector.load_state_dict(state)  # which replaces a copy
+        (copied,) = Recorded.ended
+        assert copied is not env
+        await collector.shutdown(close_env=close_env)
+    assert (env in Recorded.ended) is close_env
+    assert len(Recorded.ended) == (3 if close_env else 1)
 
 
 async def test_seeds_and_where_it_stands() -> None:
