@@ -5,7 +5,7 @@
     AiosyncError
     ├── InvalidArgumentError (ValueError)        an argument, or a combination of arguments, is invalid
     │   ├── OptionConflictError (RuntimeError, TypeError)  options that do not fit together
-    │   ├── UnpicklableError (RuntimeError, TypeError)     an argument that workers need cannot be pickled
+    │   ├── UnpicklableError (RuntimeError, TypeError)     what goes to or comes from workers cannot be pickled
     │   ├── UnknownModelError (KeyError, RuntimeError)     no scheme sends this model
     │   ├── UnknownWorkerError                   the scheme does not serve this worker id
     │   ├── WeightSourceError (TypeError)        the given object has no weights
@@ -115,7 +115,7 @@ class OptionConflictError(InvalidArgumentError, RuntimeError, TypeError):
 
 
 class UnpicklableError(InvalidArgumentError, RuntimeError, TypeError):
-    """An argument of a collector cannot be pickled, so no worker can get it."""
+    """What a collector sends to a worker, or a worker answers, cannot be pickled or unpickled."""
 
 
 class UnknownModelError(InvalidArgumentError, KeyError, RuntimeError):
