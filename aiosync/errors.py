@@ -5,7 +5,7 @@
     AiosyncError
     ├── InvalidArgumentError (ValueError)        an argument, or a combination of arguments, is invalid
     │   ├── OptionConflictError (RuntimeError, TypeError)  options that do not fit together
-    │   ├── UnpicklableError (RuntimeError, TypeError)     what goes to or comes from workers cannot be pickled
+    │   ├── UnpicklableError (RuntimeError, TypeError)     a value for or from a worker cannot be pickled
     │   ├── UnknownModelError (KeyError, RuntimeError)     no scheme sends this model
     │   ├── UnknownWorkerError                   the scheme does not serve this worker id
     │   ├── WeightSourceError (TypeError)        the given object has no weights

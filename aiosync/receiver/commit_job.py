@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from aiosync.transports._offload import post
+
 if TYPE_CHECKING:
     from aiosync.receiver.commit_gate import CommitGate
 
@@ -26,7 +28,7 @@ _MOST_INTERRUPTS = 4
 
 
 class _Ended(NamedTuple):
-    error: BaseException | None = None
+    error: Exception | None = None
     cancelled: bool = False
 
 
@@ -49,7 +51,7 @@ class Outcome:
         """Whether the commit was withdrawn."""
         return self._ended is not None and self._ended.cancelled
 
-    def exception(self) -> BaseException | None:
+    def exception(self) -> Exception | None:
         """What the commit raised; None: nothing so far."""
         return None if self._ended is None else self._ended.error
 
@@ -63,7 +65,7 @@ class Outcome:
         """The commit has run."""
         self._ended = _Ended()
 
-    def set_exception(self, error: BaseException) -> None:
+    def set_exception(self, error: Exception) -> None:
         """The commit has raised this, and changed nothing."""
         self._ended = _Ended(error)
 
@@ -81,8 +83,7 @@ class Outcome:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def waker() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(ended.set)
+            post(loop, ended.set)
 
         # In this order: the thread that resolves it looks for wakers afterwards.
         self._wakers.append(waker)
@@ -150,9 +151,14 @@ class CommitJob:
         try:
             self._commit()
         except BaseException as exc:
-            if not last and not isinstance(exc, Exception):
+            if isinstance(exc, Exception):
+                self.done.set_exception(exc)
+            elif last:
+                error = RuntimeError(f"the commit raised {exc!r}")
+                error.__cause__ = exc
+                self.done.set_exception(error)
+            else:
                 raise
-            self.done.set_exception(exc)
         else:
             self.done.set_result()
 

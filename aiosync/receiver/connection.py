@@ -94,9 +94,9 @@ class SenderConnection:
         self._watch = ProcessWatch(pid, on_sender_end)
         transport.start(sink)
 
-    def break_off(self, reason: str) -> None:
-        """End the connection with a Bye. The sender counts this worker as lost."""
-        self.session.close(reason, dropped=True)
+    def break_off(self, reason: str, *, dropped: bool) -> None:
+        """End the connection with a Bye. ``dropped``: this process still reads the sender's memory."""
+        self.session.close(reason, dropped=dropped)
         self.flush()
 
     def flush(self) -> None:

@@ -29,7 +29,7 @@ from aiosync.receiver.update_handler import UpdateHandler
 from aiosync.receiver.updates import Applier
 from aiosync.stats import SchemeStats
 from aiosync.transports._offload import uninterrupted
-from aiosync.transports._tasks import BackgroundTasks
+from aiosync.transports._tasks import BackgroundTasks, is_cancelled
 from aiosync.transports.base import FramedTransport
 from aiosync.weights.target import WeightTarget
 
@@ -65,7 +65,7 @@ class WeightReceiver(ReceivingEndpoint):
         # Whether the sender ended without a goodbye, or dropped this worker, or the receiver loop has failed.
         self.lost = False
         # What the receiver loop has failed with.
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._on_sender_close = on_sender_close
         connection = self._connection = SenderConnection(make_transport, token, model_id, worker_idx)
         reporter = self._reporter = ReceiverReporter(events, model_id, applier, connection)
@@ -159,7 +159,7 @@ class WeightReceiver(ReceivingEndpoint):
         try:
             events = session.receive(frame)
         except ProtocolError as exc:
-            self._connection.break_off(str(exc))
+            self._connection.break_off(str(exc), dropped=True)
             raise
         for event in events:
             match event:
@@ -227,8 +227,7 @@ class WeightReceiver(ReceivingEndpoint):
 
         Raises:
             NotConnectedError: not connected, or the loop runs already.
-            WorkerLostError: the sender ended without a goodbye, or dropped this worker, or the loop has
-                failed, for example since a device did; cancels the body.
+            WorkerLostError: the sender was lost or dropped this worker, or the loop failed; cancels the body.
         """
         # Not a task group around the body: an exception of the body would come out in an exception group.
         host = BackgroundTasks("aiosync-receiving")
@@ -290,12 +289,14 @@ class WeightReceiver(ReceivingEndpoint):
                         await self._handler.advance()
                     if not await self._come_back():
                         return
-        except Exception as exc:  # noqa: BLE001 - a device that fails, or a bug
+        except (Exception, asyncio.CancelledError) as exc:
+            if is_cancelled(exc):
+                raise
             logger.exception("worker %d: the receiver loop has failed", self.worker_idx)
-            self._failure = exc
+            self._failure, self.ended = exc, None  # the sender may have closed in order before
             reason = f"the worker's receiver loop has failed: {exc!r}"
             self._end(reason, lost=True)
-            self._connection.break_off(reason)
+            await uninterrupted(lambda _: self._handler.leave(reason))
 
     async def receive_until(self, deadline: Deadline) -> Mapping[str, Tensor] | None:
         """Wait for an update that no earlier call has returned. Return the weights in service, or None if no

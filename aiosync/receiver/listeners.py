@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from aiosync.events import EventKind, EventSource, logger
 from aiosync.receiver.connection import SenderConnection
 from aiosync.receiver.updates import Applier
 from aiosync.transports._offload import Offloader
+from aiosync.transports._tasks import is_cancelled
 from aiosync.weights.binding import over_same_memory
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
@@ -46,13 +48,22 @@ class UpdateListener:
 
 
 async def cascade(listener: UpdateListener, model_id: str, weights: Any, threads: Offloader | None) -> None:
-    """Call ``listener.updating()``, in a thread if ``threads`` are given. Raises what it raises."""
+    """Call ``listener.updating()``, in a thread if ``threads`` are given.
+
+    Raises what it raises, and RuntimeError if it awaited something that was cancelled.
+    """
     if threads is None:
         result = listener.updating(model_id, weights)
     else:
         result = await threads.run(lambda _: listener.updating(model_id, weights))
-    if inspect.isawaitable(result):
+    if not inspect.isawaitable(result):
+        return
+    try:
         await result
+    except asyncio.CancelledError as exc:
+        if is_cancelled(exc):
+            raise
+        raise RuntimeError("what the model's context awaited was cancelled") from exc
 
 
 class ContextUpdater(UpdateListener):

@@ -90,6 +90,7 @@ class _RelayLanding(StreamInbound):
         # The slots of the next update, and of the one before it.
         self.next: Slot | None = None
         self.front: Slot | None = None
+        self._lock = threading.Lock()
 
     def attach(self, transport: FramedTransport) -> None:
         assert isinstance(transport, TCPConnection)
@@ -102,11 +103,18 @@ class _RelayLanding(StreamInbound):
     reserve = prepare
 
     def _slots(self) -> tuple[Slot | None, Slot | None]:
-        return self.next, self.front
+        with self._lock:
+            slot, self.next = self.next, None
+        return slot, self.front
+
+    def take_back(self) -> bool:
+        """Take the slot of the next update back. Return False if an update has it already."""
+        with self._lock:
+            slot, self.next = self.next, None
+        return slot is not None
 
     def begin(self, update: Update) -> None:
         super().begin(update)
-        self.next = None
         self._arriving = _Arriving(self._sums)
         self._post(self._owner.started, update, self._arriving)
 
@@ -340,6 +348,16 @@ class RelayForwarder(Applier):
         wait, self._room_wait = self._room_wait, None
         if wait is not None:
             wait.reschedule(self._home.time())
+
+    async def detach(self) -> None:
+        write, landing = self._write, self._landing
+        if write is None or landing is None or not landing.take_back():
+            return
+        # No update has begun to arrive in the slot: the version that it holds is the newest again.
+        self._write, self.may_fetch = None, False
+        write.group.discard(write)
+        if write.reclaimed and landing.front is None:
+            landing.front = write.slot
 
     async def close(self) -> None:
         self._listener.stop()

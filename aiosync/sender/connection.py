@@ -44,8 +44,10 @@ class WorkerConnection:
     # The version that the worker was notified of and has not fetched.
     notified: SlotVersion | None = field(default=None, init=False)
     _notified_lease: Lease | None = field(default=None, init=False)
-    # The version that was notified and is being overwritten, or was. It stays until a newer one is notified.
+    # The version that was notified and whose slot is being overwritten, until the copy has ended.
     _revoked: SlotVersion | None = field(default=None, init=False)
+    # It was overwritten, and no newer version has been notified.
+    _lost: bool = field(default=False, init=False)
     # The version that the worker was sent and has not answered for.
     _in_flight: SlotVersion | None = field(default=None, init=False)
     # The slots that the worker may read for that; empty once it has copied the version.
@@ -75,9 +77,13 @@ class WorkerConnection:
     @property
     def has_pending(self) -> bool:
         """Whether a version is on its way to the worker that it has not answered for."""
-        on_its_way = self.notified or self._revoked or self._in_flight
-        waits = self.session.state is SenderState.WELCOMING  # for the first one
-        return bool(on_its_way) or waits or self.group.awaits_overflow(self.worker)
+        waits = self.session.state is SenderState.WELCOMING or self.group.awaits_overflow(self.worker)
+        return bool(waits or self.notified or self._revoked or self._in_flight)
+
+    @property
+    def misses_version(self) -> bool:
+        """Whether the version that the worker was to get is lost: it gets the next one that is sent."""
+        return self._lost or (self.session.state is SenderState.WELCOMING and self.group.newest is None)
 
     @property
     def target_version(self) -> int:
@@ -165,7 +171,7 @@ class WorkerConnection:
         """Make ``published`` the version that the worker is to fetch; :meth:`offer_next` sends it."""
         if self._detached:
             return
-        self._revoked = None
+        self._revoked, self._lost = None, False
         if self.notified is not published:
             if self.notified is not None:
                 self._drop_notified(self.notified)
@@ -189,7 +195,9 @@ class WorkerConnection:
 
     def lose_revoked(self) -> None:
         """The version that was revoked was overwritten. The worker is to get a newer one."""
-        self._cancel_joint(self._revoked)
+        revoked, self._revoked = self._revoked, None
+        self._lost = self._lost or revoked is not None
+        self._cancel_joint(revoked)
 
     def offer_next(self) -> None:
         """Send the worker the Update or the Welcome that it waits for, if it waits and there is one."""

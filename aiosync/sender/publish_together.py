@@ -17,6 +17,14 @@ async def publish_together(publications: Sequence[Publication], *, fallback: boo
     fetched was being overwritten. With ``fallback`` the versions that are replaced are kept until they are
     settled, in case all workers refuse.
     """
+    try:
+        for publication in publications:
+            for write in publication.writes:
+                if write.names is not None:
+                    rebase(write, publication.targets)
+    except BaseException:
+        _discard(publications)
+        raise
     for publication in publications:
         for write in publication.writes:
             if not write.is_quick:
@@ -26,8 +34,6 @@ async def publish_together(publications: Sequence[Publication], *, fallback: boo
     try:
         for publication in publications:
             for write in publication.writes:
-                if write.names is not None:
-                    rebase(write, publication.targets)
                 write.copy_at_once()
             publication.publisher.check_open()
     except BaseException:

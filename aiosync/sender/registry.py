@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeAlias
 
 from aiosync._deadline import DeadlineTimer, StallTimer
-from aiosync.errors import UnknownWorkerError, WorkerLostError
+from aiosync.errors import AiosyncError, UnknownWorkerError, WorkerLostError
 from aiosync.events import EventKind, EventSource, logger
 from aiosync.protocol.frames import Hello, Joint, Nack
 from aiosync.protocol.nack import remote_error
@@ -166,6 +166,8 @@ class WorkerRegistry:
                 continue
             version = connection.session.acked_version
             error = self.records.take_unreported(worker)
+            if error is None and connection.misses_version:
+                error = AiosyncError("the version before was overwritten by a send that failed: send again")
             if error is not None:
                 acks.settle(WorkerReport(worker, "failed", version, error=error))
             elif not connection.has_pending:

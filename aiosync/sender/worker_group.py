@@ -147,9 +147,12 @@ class WorkerGroup:
         while True:
             if self.stopped:
                 raise NotConnectedError("the sender was closed before this version could be written")
-            slot = self.pool.free_slot()
+            slot, failure = self.pool.free_slot(), None
             if slot is None and self.pool.may_grow():
-                slot = await self._grow()
+                try:
+                    slot = await self._grow()
+                except ArenaAllocationError as exc:
+                    failure = exc
             if slot is not None:
                 return self._write_of(slot)
             newest = self.newest
@@ -160,6 +163,8 @@ class WorkerGroup:
             if may_overflow:
                 overflow_slot = await self._overflow_memory()
                 return self._write_of(overflow_slot, reclaimed=self.overflow is not None, overflow=True)
+            if failure is not None:
+                raise failure
             await self._until_freed(deadline)
 
     def _write_of(self, slot: Slot, *, reclaimed: bool = False, overflow: bool = False) -> SlotWrite:
@@ -270,7 +275,7 @@ class WorkerGroup:
         newest = self.newest
         if write.begun and write.overflow:
             self.overflow = None
-        elif write.begun and write.reclaimed:
+        elif write.begun and write.reclaimed and newest is not None and newest.slot is write.slot:
             # The copy failed half way, and the version that the slot held is gone: no worker may read it.
             self._make_newest(newest := None)
         elif write.reclaimed and newest is not None and newest.slot is write.slot:

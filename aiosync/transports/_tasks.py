@@ -1,4 +1,4 @@
-"""The task group of a connected endpoint."""
+"""The tasks of a connected endpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from aiosync.transports._offload import uninterrupted
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Whether the running task was cancelled with this. Otherwise something that it awaited was."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 class BackgroundTasks:

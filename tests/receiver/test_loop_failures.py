@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+from typing import Any
+
 import pytest
 
-from aiosync import WorkerLostError
+from aiosync import RemoteApplyError, WorkerLostError
 from tests.kit.cases import SCHEMES, SchemeCase
-from tests.kit.clock import within
-from tests.kit.local import LocalCluster
-from tests.kit.models import fill, value_of
+from tests.kit.clock import eventually, within
+from tests.kit.local import LocalCluster, LocalWorker
+from tests.kit.models import Uniform, fill, value_of
+from tests.kit.seams import waits_for_readers
 
 CASES = {case.name: case for case in SCHEMES}
+
+
+FAILURE = RuntimeError("the device has failed")
+
+
+def _have_it_fail(worker: LocalWorker, patch: pytest.MonkeyPatch) -> None:
+    async def fail() -> None:
+        raise FAILURE
+
+    applier = worker.scheme.get_receiver().applier
+    patch.setattr(applier, "take_at_once", lambda pending: False)
+    patch.setattr(applier, "settle", fail)
+
+
+def _large() -> Uniform:
+    return Uniform(size=1 << 20)  # the worker's model views the sender's memory
 
 
 @pytest.mark.parametrize(
@@ -21,14 +42,7 @@ async def test_the_sender_loses_a_worker_whose_loop_fails(
 ) -> None:
     async with LocalCluster(case, workers=2) as cluster:
         bad, good = cluster.workers
-        applier = bad.scheme.get_receiver().applier
-        failure = RuntimeError("the device has failed")
-
-        async def fail() -> None:
-            raise failure
-
-        monkeypatch.setattr(applier, "take_at_once", lambda pending: False)
-        monkeypatch.setattr(applier, "settle", fail)
+        _have_it_fail(bad, monkeypatch)
         fill(cluster.model, 1)
         with pytest.raises(WorkerLostError, match="the device has failed") as caught:
             await cluster.scheme.send()
@@ -37,5 +51,59 @@ async def test_the_sender_loses_a_worker_whose_loop_fails(
         await within(bad.scheme.wait_closed())
         assert "the device has failed" in str(bad.scheme.ended)
         await bad.rest()
-        assert bad.lost is not None and bad.lost.__cause__ is failure
-        assert any(record.exc_info and record.exc_info[1] is failure for record in caplog.records)
+        assert bad.lost is not None and bad.lost.__cause__ is FAILURE
+        assert any(record.exc_info and record.exc_info[1] is FAILURE for record in caplog.records)
+
+
+async def test_the_model_keeps_its_version_when_the_loop_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LocalCluster(CASES["shared"], workers=1, model=_large) as cluster:
+        (bad,) = cluster.workers
+        _have_it_fail(bad, monkeypatch)
+        for version in range(1, 5):
+            fill(cluster.model, version)
+            with suppress(WorkerLostError):
+                await cluster.scheme.send()
+            await within(bad.scheme.wait_closed())
+            assert value_of(bad.model) == 1
+        assert len(cluster.scheme.get_sender().publisher.groups[0].pool.slots) <= 3
+
+
+async def test_a_loop_that_fails_after_the_sender_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LocalCluster(CASES["shared"], workers=1, model=_large) as cluster:
+        (bad,) = cluster.workers
+        _have_it_fail(bad, monkeypatch)
+        fill(cluster.model, 1)
+        async with bad.scheme.pinned():
+            await cluster.scheme.send(wait=False)
+            await eventually(lambda: waits_for_readers(bad.scheme), "the commit waits for the reader")
+            await cluster.scheme.aclose()
+            await eventually(lambda: bad.scheme.ended is not None, "the sender has closed")
+        await eventually(lambda: bad.lost is not None, "the body was cancelled")
+        assert "the device has failed" in str(bad.lost)
+
+
+class _Waits:
+    """A context whose second update awaits a task that was cancelled."""
+
+    def __init__(self) -> None:
+        self.first = True
+
+    async def update_policy_weights_(self, **weights: Any) -> None:
+        if self.first:
+            self.first = False
+            return
+        task = asyncio.ensure_future(asyncio.Event().wait())
+        task.cancel()
+        await task
+
+
+async def test_what_a_context_awaits_may_be_cancelled() -> None:
+    context = _Waits()
+    cluster = LocalCluster(CASES["shared"], workers=1)
+    (worker,) = cluster.workers
+    worker.init(context=context)
+    async with cluster:
+        fill(cluster.model, 1)
+        with pytest.raises(RemoteApplyError, match="was cancelled"):
+            await within(cluster.scheme.send())
+        assert worker.scheme.ended is None

@@ -471,6 +471,41 @@ async def test_the_newest_version_is_kept_until_there_is_a_newer_one(size: int) 
         await late.close()
 
 
+async def test_a_relay_that_loses_its_trainer_keeps_the_version_that_it_was_about_to_overwrite() -> None:
+    model = Uniform()
+    async with (
+        sender_of(model) as scheme,
+        relay_below(scheme.address, max_slots=2, timeout=BRIEF) as relay,
+    ):
+        await connect(scheme, relay)
+        behind = await RawWorker.join(relay._downstream)
+        behind.session.wanting = True
+        while not isinstance(await behind.step(), Update):
+            pass
+        read_slowly(relay)
+        fill(model, 1)
+        with pytest.raises(RemoteApplyError, match="did not answer"):
+            await scheme.send()
+        applier = relay._applier
+        assert applier is not None
+        await applier.make_room()  # as if the trainer had announced version 2
+        assert applier._write is not None and applier._write.reclaimed
+        await applier.detach()
+        assert not applier.may_fetch
+        behind.session.applied(0, {}, wanting=True)
+        while not isinstance(frame := await behind.step(), Update):
+            pass
+        assert frame.version == 1
+        late = make_worker(relay.address, Uniform(-1.0))
+        await serve(late)
+        assert value_of(late.model) == 1
+        fill(model, 2)
+        await scheme.send(wait=False)
+        await eventually(lambda: value_of(late.model) == 2, "the newest")
+        await behind.close()
+        await late.close()
+
+
 async def _occupied(scheme: TCPWeightSyncScheme, relay: WeightRelay, worker: Any) -> list[Lease]:
     """Connect all three, have slow workers read both of the relay's slots, and send version 2."""
     await connect(scheme, relay)
@@ -518,30 +553,32 @@ async def test_a_relay_that_waits_for_a_slot_connects_again(caplog: pytest.LogCa
             await worker.close()
 
 
-async def test_a_relay_tries_again_after_an_allocation_that_failed(
+async def test_a_relay_without_memory_for_a_second_slot(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It uses the first one again, as soon as no worker reads it."""
     model = Uniform()
+
+    def fail() -> Any:
+        raise ArenaAllocationError(64, "no memory")
+
     async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
         await connect(scheme, relay)
         worker = make_worker(relay.address)
         await serve(worker)
-        pool, attempts = pool_of(relay), 0
-        grow = pool.grow
-
-        def fail_once() -> Any:
-            nonlocal attempts
-            attempts += 1
-            if attempts == 1:
-                raise ArenaAllocationError(pool.layout.nbytes, "no memory")
-            return grow()
-
-        monkeypatch.setattr(pool, "grow", fail_once)
+        monkeypatch.setattr(pool_of(relay), "grow", fail)
+        slow = read_slowly(relay)
         fill(model, 1)
-        assert (await scheme.send()).ok
-        assert attempts == 2
-        assert "no memory" in caplog.text
+        sending = asyncio.create_task(scheme.send())
+        await eventually(lambda: "no memory" in caplog.text, "the relay waits for memory")
+        for lease in slow:
+            lease.release()
+        assert (await within(sending)).ok
         assert value_of(worker.model) == 1
+        fill(model, 2)
+        assert (await within(scheme.send())).ok
+        assert value_of(worker.model) == 2
+        assert len(pool_of(relay).slots) == 1
         await worker.close()
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from aiosync import (
+    AiosyncError,
+    ArenaAllocationError,
     InvalidArgumentError,
     RemoteApplyError,
     SharedMemWeightSyncScheme,
@@ -20,8 +22,9 @@ from aiosync import (
 )
 from aiosync._deadline import Deadline
 from aiosync.sender.publisher import Publication
-from aiosync.transfer.slots import LeaseKind
+from aiosync.transfer.slots import LeaseKind, SlotVersion
 from aiosync.transports._offload import Offloader
+from aiosync.weights.segment import Segment
 from tests.kit.cases import SCHEMES
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
@@ -145,13 +148,51 @@ async def test_a_version_that_is_being_overwritten_is_not_acknowledged(begun: bo
             publication.publisher.discard(publication)
         for worker in cluster.workers:
             await worker.serve()
-        if begun:  # version 1 is lost
-            with pytest.raises(SyncTimeoutError):
-                await cluster.scheme.wait_ack(0, timeout=BRIEF)
+        if begun:  # version 1 is lost, which is not the worker's fault
+            with pytest.raises(AiosyncError, match="overwritten by a send that failed"):
+                await within(cluster.scheme.wait_ack(0))
             await cluster.scheme.send(wait=False)
         report = await within(cluster.scheme.wait_ack(0))
         assert report.workers[0].version == 1 + begun
         assert value_of(cluster.workers[0].model) == 1 + begun
+
+
+async def test_a_version_in_another_slot_outlives_a_write_that_fails() -> None:
+    """All workers have refused the version whose slot is overwritten: the one before is the newest."""
+    async with _cluster() as cluster:
+        (group,) = groups_of(cluster.scheme)
+        async with _overwriting(cluster) as publication:
+            (other,) = (slot for slot in group.pool.slots if slot is not publication.writes[0].slot)
+            before = SlotVersion(other, 0, 0)
+            group._make_newest(before)
+            publication.writes[0].begun = True
+            publication.publisher.discard(publication)
+            assert group.newest is before
+
+
+@pytest.mark.parametrize("wait", [False, True])
+async def test_a_slot_is_used_again_if_there_is_no_memory_for_another(
+    wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LocalCluster(SHARED, workers=1, serve=False) as cluster:
+        (group,), (worker,) = groups_of(cluster.scheme), cluster.workers
+
+        def allocate(nbytes: int) -> Segment:
+            raise ArenaAllocationError(nbytes, "there is none left")
+
+        monkeypatch.setattr(group.pool, "_allocate", allocate)
+        fill(cluster.model, 1)
+        await cluster.scheme.send(wait=False)
+        kept = [group.pool.lease(slot, LeaseKind.WRITING) for slot in group.pool.slots if not slot.leases]
+        fill(cluster.model, 2)
+        sending = asyncio.create_task(cluster.scheme.send(wait=wait))
+        await eventually(lambda: cluster.scheme.version == 2, "version 2 is published")
+        await worker.serve()
+        await within(sending)
+        assert (await within(cluster.scheme.wait_ack())).ok
+        assert value_of(worker.model) == 2
+        for lease in kept:
+            lease.release()
 
 
 class _Gathering:
