@@ -191,6 +191,11 @@ class CommandPipe(ABC):
     async def flush(self) -> None:
         """Wait until all messages are sent, or cannot be."""
 
+    async def report(self, error: Exception) -> None:
+        """Send an ErrorReport and wait until it is sent, or cannot be."""
+        self.send(ErrorReport.of(error))
+        await self.flush()
+
     @abstractmethod
     async def receive(self) -> Any:
         """Wait for the next message."""

@@ -65,19 +65,23 @@ def policy_schemes(schemes: Schemes) -> list[WeightSyncScheme]:
 async def run_worker(spec: Callable[[], WorkerSpec], schemes: Schemes, pipe: CommandPipe) -> None:
     """Run a worker until the collector closes the pipe. An error is sent to the collector, also that of
     ``spec()``, which returns the worker's spec."""
+    reported = False
     try:
         async with AsyncExitStack() as stack:
             try:
                 await Worker(spec(), schemes, pipe, stack).run()
             except CommandPipeClosed:
-                raise  # the collector closed the pipe
+                raise
             except Exception as exc:
                 # Before tasks are cancelled and environments closed: that may hang, or end this process.
-                pipe.send(ErrorReport.of(exc))
-                await pipe.flush()  # the collector may be busy; if it closes the pipe or dies, this ends
+                reported = True
+                await pipe.report(exc)
                 raise
-    except Exception:  # noqa: BLE001 - reported already, or of a close() that comes last
-        pass
+    except CommandPipeClosed:
+        pass  # the collector closed the pipe
+    except Exception as exc:  # noqa: BLE001 - of a scheme that has lost its sender, or of a close()
+        if not reported:
+            await pipe.report(exc)
     finally:
         pipe.close()
 

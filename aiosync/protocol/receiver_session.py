@@ -76,7 +76,7 @@ class ReceiverSession(Session):
         self._wanting = False
         # Whether to fetch without waiting for a Notify.
         self._eager = False
-        # Whether the sender has dropped this worker, and waits until it no longer reads the sender's memory.
+        # Whether the connection has ended, and the sender waits until its memory is no longer read here.
         self._dropped = False
         self.outgoing.append(
             f.Hello(
@@ -204,10 +204,11 @@ class ReceiverSession(Session):
         """Send a Bye and close. ``dropped``: this worker still reads the sender's memory."""
         if self.state not in (ReceiverState.GREETING, ReceiverState.PROVING, ReceiverState.CLOSED):
             self.outgoing.append(f.Bye(reason=reason, dropped=dropped))
+            self._dropped = dropped
         self.state = ReceiverState.CLOSED
 
     def confirm_release(self) -> None:
-        """Tell a sender that has dropped this worker that its memory is no longer read here."""
+        """Tell a sender that waits for it that its memory is no longer read here."""
         if self._dropped:
             self._dropped = False
             self.outgoing.append(f.Bye(reason="the worker has released the sender's memory"))

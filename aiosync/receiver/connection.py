@@ -94,9 +94,9 @@ class SenderConnection:
         self._watch = ProcessWatch(pid, on_sender_end)
         transport.start(sink)
 
-    def break_off(self, reason: str, *, dropped: bool) -> None:
-        """End the connection with a Bye. ``dropped``: this process still reads the sender's memory."""
-        self.session.close(reason, dropped=dropped)
+    def break_off(self, reason: str) -> None:
+        """Say goodbye. This process reads the sender's memory until :meth:`aclose`, which says so."""
+        self.session.close(reason, dropped=True)
         self.flush()
 
     def flush(self) -> None:

@@ -159,7 +159,7 @@ class WeightReceiver(ReceivingEndpoint):
         try:
             events = session.receive(frame)
         except ProtocolError as exc:
-            self._connection.break_off(str(exc), dropped=True)
+            self._connection.break_off(str(exc))
             raise
         for event in events:
             match event:
@@ -296,7 +296,7 @@ class WeightReceiver(ReceivingEndpoint):
             self._failure, self.ended = exc, None  # the sender may have closed in order before
             reason = f"the worker's receiver loop has failed: {exc!r}"
             self._end(reason, lost=True)
-            await uninterrupted(lambda _: self._handler.leave(reason))
+            self._connection.break_off(reason)
 
     async def receive_until(self, deadline: Deadline) -> Mapping[str, Tensor] | None:
         """Wait for an update that no earlier call has returned. Return the weights in service, or None if no

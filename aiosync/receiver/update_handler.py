@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-from aiosync.events import EventSource, logger
+from aiosync.events import EventSource
 from aiosync.protocol.frames import Update
 from aiosync.protocol.nack import nack_of
 from aiosync.receiver.connection import SenderConnection
@@ -229,16 +229,6 @@ class UpdateHandler:
     def _give_up_joint(self, pending: PendingUpdate, reason: str) -> None:
         if pending.update.joint is not None:
             give_up(pending.update.joint.id, self.connection.worker, reason)
-
-    async def leave(self, reason: str) -> None:
-        """Say goodbye to the sender: no update is applied any more."""
-        released = True
-        try:
-            await self.applier.detach()
-        except Exception as exc:  # noqa: BLE001 - a device that fails, perhaps
-            released = False
-            logger.warning("the model still reads the sender's memory: %r", exc)
-        self.connection.break_off(reason, dropped=not released)
 
     async def close(self) -> None:
         """Close the applier. A version that is in service and not acknowledged yet is acknowledged."""

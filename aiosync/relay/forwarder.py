@@ -114,7 +114,13 @@ class _RelayLanding(StreamInbound):
         return slot is not None
 
     def begin(self, update: Update) -> None:
-        super().begin(update)
+        slot = self.next
+        try:
+            super().begin(update)
+        except BaseException:
+            with self._lock:
+                self.next = slot  # no update has it
+            raise
         self._arriving = _Arriving(self._sums)
         self._post(self._owner.started, update, self._arriving)
 

@@ -7,7 +7,6 @@ flight* (the worker got the Update frame and has not answered), and *current* (t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -71,7 +70,7 @@ class WorkerConnection:
         moved = (lambda: outbound.moved) if outbound.carries else None
         # Finds out whether the worker hangs while a version is in flight.
         self._progress = ProgressWatch(self._registry.stalls, moved, self.mark_unresponsive)
-        self._watch = ProcessWatch(self.pid, self._process_ended)
+        self.watch = ProcessWatch(self.pid, self._process_ended)
         outbound.attach(self)
 
     @property
@@ -83,7 +82,8 @@ class WorkerConnection:
     @property
     def misses_version(self) -> bool:
         """Whether the version that the worker was to get is lost: it gets the next one that is sent."""
-        return self._lost or (self.session.state is SenderState.WELCOMING and self.group.newest is None)
+        waits = self.session.state is SenderState.WELCOMING and self.group.newest is None
+        return waits or (self._lost and not self.group.awaits_overflow(self.worker))
 
     @property
     def target_version(self) -> int:
@@ -155,8 +155,7 @@ class WorkerConnection:
                 self._answered(accepted=below)
                 self._registry.refused(self, event)
             case Bye(reason=reason, dropped=dropped):
-                # A worker that says that it was dropped has not released what it reads.
-                self._registry.lost(self, reason or "it closed its side", orderly=not dropped)
+                self._registry.lost(self, reason or "it closed its side", orderly=not dropped, reads=dropped)
             case _:
                 pass
 
@@ -171,6 +170,8 @@ class WorkerConnection:
         """Make ``published`` the version that the worker is to fetch; :meth:`offer_next` sends it."""
         if self._detached:
             return
+        if self._revoked is not published:
+            self._cancel_joint(self._revoked)
         self._revoked, self._lost = None, False
         if self.notified is not published:
             if self.notified is not None:
@@ -180,10 +181,8 @@ class WorkerConnection:
         self.session.publish(published.round)
 
     def revoke(self, published: SlotVersion) -> None:
-        """``published`` is about to be overwritten: do not offer it.
-
-        When the copy has ended, call :meth:`restore` or :meth:`lose_revoked`.
-        """
+        """``published`` is about to be overwritten: do not offer it. If that fails, call :meth:`restore` or
+        :meth:`lose_revoked`."""
         if self.notified is published:
             self._revoked = published
             self._release_notified()
@@ -194,10 +193,16 @@ class WorkerConnection:
             self.notify(published)
 
     def lose_revoked(self) -> None:
-        """The version that was revoked was overwritten. The worker is to get a newer one."""
+        """The version that was revoked was overwritten, and not by a newer one."""
         revoked, self._revoked = self._revoked, None
-        self._lost = self._lost or revoked is not None
         self._cancel_joint(revoked)
+        self.miss(revoked)
+
+    def miss(self, published: SlotVersion | None) -> None:
+        """The worker will not get this version, which it was to get; None: there is none."""
+        if published is not None:
+            self._lost = True
+            self._registry.missed(self, published.version)
 
     def offer_next(self) -> None:
         """Send the worker the Update or the Welcome that it waits for, if it waits and there is one."""
@@ -326,9 +331,7 @@ class WorkerConnection:
             return
         if self.outbound.cancel():
             self._keep_notified(self._in_flight)
-            self._answered(accepted=False)
-            self.session.recall(again=True)
-            self.transport.flush(self.session)
+            self._recall(again=True)
         elif self.outbound.access is MemoryAccess.CHECKED:
             # If a newer version overwrites the slot, the worker notices by the checksums.
             self._keep_notified(self._in_flight)
@@ -341,11 +344,14 @@ class WorkerConnection:
         if self._in_flight is not published:
             return
         if self.outbound.cancel():
-            self._answered(accepted=False)
-            self.session.recall(again=self.notified is not None)
-            self.transport.flush(self.session)
+            self._recall(again=self.notified is not None)
         else:
             self._copied()
+
+    def _recall(self, *, again: bool) -> None:
+        self._answered(accepted=False)
+        self.session.recall(again=again)
+        self.transport.flush(self.session)
 
     def detach(self) -> list[Lease]:
         """End this connection's bookkeeping.
@@ -354,7 +360,7 @@ class WorkerConnection:
             Leases on the slots that the worker's process may still read.
         """
         self._detached = True
-        self._watch.close()
+        self.watch.close()
         self._progress.stop()
         viewed = [] if self._current_lease is None else [self._current_lease]
         leases = self._reading + viewed
@@ -362,7 +368,7 @@ class WorkerConnection:
         self.outbound.cancel()
         self.outbound.detach()
         self._cancel_joint(self._in_flight)
-        self.lose_revoked()
+        self._cancel_joint(self._revoked)
         if self.notified is not None:
             self._drop_notified(self.notified)
         if self.outbound.access.lent:
@@ -371,14 +377,6 @@ class WorkerConnection:
             return leases
         release_all(leases)
         return []
-
-    def abandon_loop(self) -> None:
-        """Release what can be released without the event loop, which is closed."""
-        self._watch.close()
-        self.session.close("the sender has closed")
-        with suppress(RuntimeError):  # what the kernel does not take at once would wait for the loop
-            self.transport.flush(self.session)
-        self.transport.abandon_loop()
 
     def _drop_notified(self, notified: SlotVersion) -> None:
         """The worker will never fetch the version that it was notified of."""

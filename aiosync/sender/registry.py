@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -96,7 +97,11 @@ class WorkerRegistry:
         self._host = None
         for connection in list(self.connections.values()):
             self._remove(connection)
-            connection.abandon_loop()
+            connection.watch.close()
+            connection.session.close("the sender has closed")
+            with suppress(RuntimeError):  # what the kernel does not take at once would wait for the loop
+                connection.transport.flush(connection.session)
+            connection.transport.abandon_loop()
         for transport in self._lingering:
             transport.abandon_loop()
         self._lost_workers.close()
@@ -167,7 +172,7 @@ class WorkerRegistry:
             version = connection.session.acked_version
             error = self.records.take_unreported(worker)
             if error is None and connection.misses_version:
-                error = AiosyncError("the version before was overwritten by a send that failed: send again")
+                error = _overwritten()
             if error is not None:
                 acks.settle(WorkerReport(worker, "failed", version, error=error))
             elif not connection.has_pending:
@@ -269,8 +274,16 @@ class WorkerRegistry:
             self.records[worker].unreported = error
         self._emit("failed", nack.version, worker, message=str(error))
 
-    def lost(self, connection: WorkerConnection, reason: str, *, orderly: bool = False) -> None:
-        """The connection has ended; ``orderly``: the worker said goodbye and released its slots."""
+    def missed(self, connection: WorkerConnection, version: int) -> None:
+        """The worker will not get this version, which it was to get."""
+        error, acked = _overwritten(), connection.session.acked_version
+        self.awaited.answered(WorkerReport(connection.worker, "failed", acked, error=error), version)
+
+    def lost(
+        self, connection: WorkerConnection, reason: str, *, orderly: bool = False, reads: bool = False
+    ) -> None:
+        """The connection has ended. ``orderly``: the worker said goodbye and released its slots. ``reads``:
+        it said goodbye, and will say when it has released them."""
         worker, version = connection.worker, connection.session.acked_version
         if self.connections.get(worker) is not connection:
             return
@@ -281,7 +294,10 @@ class WorkerRegistry:
         leases = connection.detach()
         if not orderly:
             leases = self._lost_workers.keep(worker, connection.pid, leases)
-        release_all(leases)
+        if reads:
+            self._linger(connection, leases)
+        else:
+            release_all(leases)
         self.stats.lost += 1
         error = WorkerLostError([worker], reason)
         self.records.disconnected(worker, version, error)
@@ -297,7 +313,8 @@ class WorkerRegistry:
             connection.group.workers.discard(worker)
             del self.records[worker]
         if self._host is not None:
-            self._host.spawn(self._hang_up, connection.transport, connection.died)
+            if not reads:
+                self._host.spawn(self._hang_up, connection.transport, connection.died)
             if not orderly:
                 self._host.spawn(self._listener.lost, worker)
         logger.log(logging.INFO if orderly else logging.WARNING, "worker %d has gone: %s", worker, reason)
@@ -362,3 +379,7 @@ class WorkerRegistry:
         message: str = "",
     ) -> None:
         self._events.emit(kind, self._model_id, version, worker, seconds=seconds, message=message)
+
+
+def _overwritten() -> AiosyncError:
+    return AiosyncError("the version that it was to get was overwritten by a send that failed: send again")

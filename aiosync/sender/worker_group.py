@@ -239,9 +239,6 @@ class WorkerGroup:
         if overflow is None or overflow.version != version:
             self.changes.add(version, write.names)
             write.replaced_overflow = overflow is not None and not write.overflow
-        if write.reclaimed:
-            for connection in self._members():
-                connection.lose_revoked()
         if write.overflow:
             self.overflow, self._overflow_targets = SlotVersion(slot, round_, version), targets
             write.lease.release()
@@ -274,7 +271,10 @@ class WorkerGroup:
         write.lease.release()
         newest = self.newest
         if write.begun and write.overflow:
-            self.overflow = None
+            lost, self.overflow = self.overflow, None
+            for connection in self._members():
+                if connection.worker in self._overflow_targets:
+                    connection.miss(lost)
         elif write.begun and write.reclaimed and newest is not None and newest.slot is write.slot:
             # The copy failed half way, and the version that the slot held is gone: no worker may read it.
             self._make_newest(newest := None)

@@ -11,6 +11,7 @@ import torch
 
 from aiosync import InvalidArgumentError, LayoutMismatchError, MemoryWeightSyncScheme, WorkerLostError
 from aiosync.collectors import Collector
+from aiosync.receiver.applier import WeightApplier
 from aiosync.sync import collectors as blocking
 from tests.collectors.kit import check
 from tests.collectors.worlds import AsyncCounting, AsyncUnready, Counting, Failing, Odd, Unready, make_policy
@@ -32,6 +33,19 @@ async def test_batches_of_the_version_that_was_sent() -> None:
             mark(policy, version)  # no worker acts with it before it is sent
             await collector.update_policy_weights_()
         assert collector.policy_version == version == 5
+
+
+async def test_a_worker_that_loses_its_sender_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(applier: WeightApplier) -> None:
+        raise RuntimeError("the device has failed")
+
+    policy = make_policy()
+    async with Collector(Counting, policy, **OPTIONS) as collector:
+        await anext(collector)
+        monkeypatch.setattr(WeightApplier, "take_at_once", lambda applier, pending: False)
+        monkeypatch.setattr(WeightApplier, "settle", fail)
+        with pytest.raises(WorkerLostError, match="the device has failed"):
+            await collector.update_policy_weights_()
 
 
 async def test_an_environment_that_is_made_already() -> None:

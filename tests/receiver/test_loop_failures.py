@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from aiosync import RemoteApplyError, WorkerLostError
+from aiosync.transfer.slots import LeaseKind
 from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.clock import eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
-from tests.kit.seams import waits_for_readers
+from tests.kit.seams import leases_of, waits_for_readers
 
 CASES = {case.name: case for case in SCHEMES}
 
@@ -65,7 +66,26 @@ async def test_the_model_keeps_its_version_when_the_loop_has_failed(monkeypatch:
                 await cluster.scheme.send()
             await within(bad.scheme.wait_closed())
             assert value_of(bad.model) == 1
-        assert len(cluster.scheme.get_sender().publisher.groups[0].pool.slots) <= 3
+        kept = [lease for lease in leases_of(cluster.scheme) if lease.kind is LeaseKind.DETACHED]
+        assert kept
+        await bad.close()  # which says that the slot is not read any more
+        await eventually(lambda: not set(kept) & set(leases_of(cluster.scheme)), "the slots are released")
+        assert value_of(bad.model) == 1
+
+
+async def test_a_worker_whose_loop_fails_is_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a listener that can do that, such as Ray's."""
+    async with LocalCluster(CASES["shared"], workers=1) as cluster:
+        lost: list[int] = []
+
+        async def bring_back(worker: int) -> None:
+            lost.append(worker)
+
+        monkeypatch.setattr(cluster.scheme.get_sender()._listener, "lost", bring_back)
+        _have_it_fail(cluster.workers[0], monkeypatch)
+        with pytest.raises(WorkerLostError):
+            await cluster.scheme.send()
+        await eventually(lambda: lost == [0], "the listener gets the lost worker")
 
 
 async def test_a_loop_that_fails_after_the_sender_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:

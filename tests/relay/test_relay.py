@@ -14,6 +14,7 @@ from aiosync import (
     AlreadyConnectedError,
     ArenaAllocationError,
     HandshakeError,
+    ProtocolError,
     RemoteApplyError,
     TCPWeightSyncScheme,
     WeightRelay,
@@ -504,6 +505,20 @@ async def test_a_relay_that_loses_its_trainer_keeps_the_version_that_it_was_abou
         await eventually(lambda: value_of(late.model) == 2, "the newest")
         await behind.close()
         await late.close()
+
+
+async def test_an_update_that_cannot_begin_leaves_its_slot() -> None:
+    async with sender_of(Uniform()) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        applier = relay._applier
+        assert applier is not None and applier._landing is not None
+        landing = applier._landing
+        await applier.make_room()
+        slot = landing.next
+        assert slot is not None
+        with pytest.raises(ProtocolError):
+            landing.begin(Update(round=1, version=1, payload={"blocks": "none"}))
+        assert landing.next is slot
 
 
 async def _occupied(scheme: TCPWeightSyncScheme, relay: WeightRelay, worker: Any) -> list[Lease]:

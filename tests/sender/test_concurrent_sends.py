@@ -144,14 +144,19 @@ async def test_a_version_that_is_being_overwritten_is_not_acknowledged(begun: bo
         async with _overwriting(cluster) as publication:
             with pytest.raises(SyncTimeoutError):
                 await cluster.scheme.wait_ack(0, timeout=BRIEF)
+            waiting = asyncio.create_task(cluster.scheme.wait_ack(0))
+            await asyncio.sleep(0)
             publication.writes[0].begun = begun
             publication.publisher.discard(publication)
         for worker in cluster.workers:
             await worker.serve()
         if begun:  # version 1 is lost, which is not the worker's fault
-            with pytest.raises(AiosyncError, match="overwritten by a send that failed"):
-                await within(cluster.scheme.wait_ack(0))
+            for call in (waiting, cluster.scheme.wait_ack(0)):
+                with pytest.raises(AiosyncError, match="overwritten by a send that failed"):
+                    await within(call)
             await cluster.scheme.send(wait=False)
+        else:
+            assert (await within(waiting)).ok
         report = await within(cluster.scheme.wait_ack(0))
         assert report.workers[0].version == 1 + begun
         assert value_of(cluster.workers[0].model) == 1 + begun
@@ -193,6 +198,29 @@ async def test_a_slot_is_used_again_if_there_is_no_memory_for_another(
         assert value_of(worker.model) == 2
         for lease in kept:
             lease.release()
+
+
+async def test_an_overflow_version_that_is_lost_is_not_acknowledged() -> None:
+    async with LocalCluster(SHARED, workers=1, serve=False, max_slots=2) as cluster:
+        (group,), sender = groups_of(cluster.scheme), cluster.scheme.get_sender()
+        kept = [group.pool.lease(slot, LeaseKind.WRITING) for slot in group.pool.slots]
+        await cluster.scheme.send(wait=False)
+        assert group.overflow is not None
+        deadline = Deadline.after(PATIENCE)
+        sources = await sender.source.extract(None, {0}, deadline)
+        async with sender.publisher.lock.hold():
+            publication = await sender.publisher.prepare(
+                sources, {0}, strict=True, joint=None, deadline=deadline, may_overflow=True
+            )
+            publication.writes[0].begun = True
+            publication.publisher.discard(publication)
+        with pytest.raises(AiosyncError, match="overwritten by a send that failed"):
+            await within(cluster.scheme.wait_ack())
+        for lease in kept:
+            lease.release()
+        await cluster.workers[0].serve()
+        assert (await within(cluster.scheme.send())).ok
+        assert (await within(cluster.scheme.wait_ack())).ok
 
 
 class _Gathering:
