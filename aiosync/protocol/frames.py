@@ -214,8 +214,8 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bye"
     """The last frame of a connection that is closed in order."""
 
     reason: str = ""  # why, for messages
-    # From a sender: the sender continues without this worker. From a worker: the worker still reads memory of
-    # the sender.
+    # From a sender: the sender continues without this worker. From a worker: it still reads memory of the
+    # sender, and sends another Bye when it no longer does.
     dropped: bool = False
     replaced: bool = False  # another worker has this worker's index, so this worker must not reconnect
 
