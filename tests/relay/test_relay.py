@@ -439,6 +439,20 @@ async def test_a_worker_that_never_had_a_version_is_not_away() -> None:
 # -- slots that slow workers read -----------------------------------------------------------------------
 
 
+async def _behind(scheme: TCPWeightSyncScheme, relay: WeightRelay) -> RawWorker:
+    """Connect a worker that holds version 0, while version 1 is in the only other slot of the relay."""
+    await connect(scheme, relay)
+    behind = await RawWorker.join(relay._downstream)
+    behind.session.wanting = True
+    while not isinstance(await behind.step(), Update):
+        pass
+    read_slowly(relay)
+    fill(scheme.model, 1)
+    with pytest.raises(RemoteApplyError, match="did not answer"):
+        await scheme.send()
+    return behind
+
+
 @pytest.mark.parametrize("size", [16, LARGE + 1], ids=["eager", "notified"])
 async def test_the_newest_version_is_kept_until_there_is_a_newer_one(size: int) -> None:
     """Also if a slow worker reads the only other slot."""
@@ -447,15 +461,7 @@ async def test_the_newest_version_is_kept_until_there_is_a_newer_one(size: int) 
         sender_of(model) as scheme,
         relay_below(scheme.address, max_slots=2, timeout=BRIEF) as relay,
     ):
-        await connect(scheme, relay)
-        behind = await RawWorker.join(relay._downstream)
-        behind.session.wanting = True
-        while not isinstance(await behind.step(), Update):
-            pass
-        read_slowly(relay)
-        fill(model, 1)
-        with pytest.raises(RemoteApplyError, match="did not answer"):
-            await scheme.send()
+        behind = await _behind(scheme, relay)
         # The trainer sends nothing more. The worker that is behind gets what it was notified of.
         behind.session.applied(0, {}, wanting=True)
         while not isinstance(frame := await behind.step(), Update):
@@ -478,15 +484,7 @@ async def test_a_relay_that_loses_its_trainer_keeps_the_version_that_it_was_abou
         sender_of(model) as scheme,
         relay_below(scheme.address, max_slots=2, timeout=BRIEF) as relay,
     ):
-        await connect(scheme, relay)
-        behind = await RawWorker.join(relay._downstream)
-        behind.session.wanting = True
-        while not isinstance(await behind.step(), Update):
-            pass
-        read_slowly(relay)
-        fill(model, 1)
-        with pytest.raises(RemoteApplyError, match="did not answer"):
-            await scheme.send()
+        behind = await _behind(scheme, relay)
         applier = relay._applier
         assert applier is not None
         await applier.make_room()  # as if the trainer had announced version 2
