@@ -439,29 +439,34 @@ async def test_a_worker_that_never_had_a_version_is_not_away() -> None:
 # -- slots that slow workers read -----------------------------------------------------------------------
 
 
-async def _behind(scheme: TCPWeightSyncScheme, relay: WeightRelay) -> RawWorker:
-    """Connect a worker that holds version 0, while version 1 is in the only other slot of the relay."""
-    await connect(scheme, relay)
-    behind = await RawWorker.join(relay._downstream)
-    behind.session.wanting = True
-    while not isinstance(await behind.step(), Update):
-        pass
-    read_slowly(relay)
-    fill(scheme.model, 1)
-    with pytest.raises(RemoteApplyError, match="did not answer"):
-        await scheme.send()
-    return behind
-
-
-@pytest.mark.parametrize("size", [16, LARGE + 1], ids=["eager", "notified"])
-async def test_the_newest_version_is_kept_until_there_is_a_newer_one(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "loses_trainer"),
+    [(16, False), (LARGE + 1, False), (16, True)],
+    ids=["eager", "notified", "about to be overwritten"],
+)
+async def test_the_newest_version_is_kept_until_there_is_a_newer_one(size: int, loses_trainer: bool) -> None:
     """Also if a slow worker reads the only other slot."""
     model = Uniform(size=size)
     async with (
         sender_of(model) as scheme,
         relay_below(scheme.address, max_slots=2, timeout=BRIEF) as relay,
     ):
-        behind = await _behind(scheme, relay)
+        await connect(scheme, relay)
+        behind = await RawWorker.join(relay._downstream)
+        behind.session.wanting = True
+        while not isinstance(await behind.step(), Update):
+            pass
+        read_slowly(relay)
+        fill(model, 1)
+        with pytest.raises(RemoteApplyError, match="did not answer"):
+            await scheme.send()
+        if loses_trainer:
+            applier = relay._applier
+            assert applier is not None
+            await applier.make_room()  # as if the trainer had announced version 2
+            assert applier._write is not None and applier._write.reclaimed
+            await applier.detach()
+            assert not applier.may_fetch
         # The trainer sends nothing more. The worker that is behind gets what it was notified of.
         behind.session.applied(0, {}, wanting=True)
         while not isinstance(frame := await behind.step(), Update):
@@ -471,33 +476,6 @@ async def test_the_newest_version_is_kept_until_there_is_a_newer_one(size: int) 
         await serve(late)
         assert value_of(late.model) == 1
         # A newer one overwrites it.
-        fill(model, 2)
-        await scheme.send(wait=False)
-        await eventually(lambda: value_of(late.model) == 2, "the newest")
-        await behind.close()
-        await late.close()
-
-
-async def test_a_relay_that_loses_its_trainer_keeps_the_version_that_it_was_about_to_overwrite() -> None:
-    model = Uniform()
-    async with (
-        sender_of(model) as scheme,
-        relay_below(scheme.address, max_slots=2, timeout=BRIEF) as relay,
-    ):
-        behind = await _behind(scheme, relay)
-        applier = relay._applier
-        assert applier is not None
-        await applier.make_room()  # as if the trainer had announced version 2
-        assert applier._write is not None and applier._write.reclaimed
-        await applier.detach()
-        assert not applier.may_fetch
-        behind.session.applied(0, {}, wanting=True)
-        while not isinstance(frame := await behind.step(), Update):
-            pass
-        assert frame.version == 1
-        late = make_worker(relay.address, Uniform(-1.0))
-        await serve(late)
-        assert value_of(late.model) == 1
         fill(model, 2)
         await scheme.send(wait=False)
         await eventually(lambda: value_of(late.model) == 2, "the newest")
