@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from aiosync.errors import NotConnectedError, ProtocolError
+from aiosync.events import logger
 from aiosync.receiver.commit_gate import CommitGate, submit
 from aiosync.receiver.commit_job import LOCK
 from aiosync.receiver.commit_wait import CommitWait, Job
 from aiosync.receiver.forward_guard import ForwardGuard
 from aiosync.receiver.joint_commit import join
 from aiosync.receiver.listeners import UpdateListener, cascade, in_format
-from aiosync.receiver.staging import StagingBuffers, own_copies
+from aiosync.receiver.staging import StagingBuffers, leave, own_copies
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
-from aiosync.transfer.base import InboundTransfer, Transfer
+from aiosync.transfer.base import Transfer
 from aiosync.transfer.yield_request import NO_REQUEST
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import FramedTransport
@@ -124,20 +125,16 @@ class WeightApplier(Applier):
         if self._viewing:
             # Where there is a model, it has the weights.
             await self._offloader.run(lambda _: self._take_over(keep=self.model is None))
+            while not await self.gate.drain():  # they may still read the sender's memory
+                logger.warning("worker %d connects again when the model is not in use any more", self.worker)
+            self._viewing = False
 
     def _take_over(self, *, keep: bool) -> None:
         """Copy the version in service into memory of this process. ``keep``: ``weights`` stay readable."""
         assert self.inbound is not None
         self.weights = own_copies(self.weights, None) if keep else {}
-        self._leave(self.inbound)
+        leave(self.binding, self.inbound)
         self.binding.forget_replaced()
-        self._viewing = False
-
-    def _leave(self, inbound: InboundTransfer) -> None:
-        """Copy what the model views in the memory of updates into its own. Blocking."""
-        self.binding.detach(inbound.is_lent)
-        # The copies, and forward passes that are queued, still read that memory.
-        wait_for_devices(self.binding.devices)
 
     # -- other threads, other models -------------------------------------------------------------
 
@@ -192,7 +189,7 @@ class WeightApplier(Applier):
             with LOCK:
                 another.commit(Staged(own, frozenset(own), frozenset(own)))
             if model is not former:  # from now on the sender may write over what it views
-                await self._offloader.run(lambda _: self._leave(inbound))
+                await self._offloader.run(lambda _: leave(self.binding, inbound))
             # Nothing is awaited from here on: a cancelled call has switched all or nothing.
             self.binding, self.model, self._may_view, self.weights = another, model, may_view, own
             self._viewing, self._leftover = False, True
@@ -294,12 +291,12 @@ class WeightApplier(Applier):
         if self._back_buffers is None:
             raise Overtaken
         assert back_buffers is not None
-        if joint is None and self._commit_at_once(pending, back_buffers, block=False):
+        if joint is not None:
+            job: Job = join(joint, self.worker, self.gate, lambda: self._in_service(pending))
+        elif self._commit_at_once(pending, back_buffers, block=False):
             return
-        if joint is None:
-            job: Job = submit([self.gate], lambda: self._put_in_service(pending))
         else:
-            job = join(joint, self.worker, self.gate, lambda: self._in_service(pending))
+            job = submit([self.gate], lambda: self._put_in_service(pending))
         if not job.done.done():
             try:
                 await self._wait.wait(job, on_wait)
@@ -376,14 +373,16 @@ class WeightApplier(Applier):
 
     async def close(self) -> None:
         """Release everything. The model keeps its version, in memory of its own."""
-        self._unguard()
         back_buffers, self._back_buffers = self._back_buffers, None
         self._wait.withdraw()
         async with self._staging:  # an update that is being staged is finished first
             try:
                 if self._viewing:
                     await self._offloader.run(lambda _: self._take_over(keep=False))
+                    if not await self.gate.drain():
+                        logger.warning("worker %d is closed although its model is in use", self.worker)
             finally:
+                self._unguard()
                 self._release(back_buffers)
 
     def abandon_loop(self) -> None:

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 _ORDERED: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 # The innermost pinned body that this task is in, or was started in.
 _body: ContextVar[PinnedBody | None] = ContextVar("aiosync_body", default=None)
+_DRAIN = 5.0
+"""Seconds that :meth:`CommitGate.drain` waits."""
+_LOOK = 0.005
+"""Seconds between two looks at whether readers have left."""
 
 
 class PinnedBody:
@@ -280,6 +284,19 @@ class CommitGate:
                     await job.done.wait()
             except TimeoutError:
                 raise deadline.error("pin", hint="a commit waits for other readers to leave") from None
+
+    async def drain(self) -> bool:
+        """Wait until the readers that are inside now have left, but for the bodies that the caller is in.
+
+        Returns False if one is still inside after some seconds.
+        """
+        own, deadline = [*(_body.get() or ())], Deadline.after(_DRAIN)
+        left = [ticket for ticket in self.readers() if ticket not in own]
+        # Looked at again and again, because most readers leave without the lock, and say nothing.
+        while left and deadline.remaining():
+            await asyncio.sleep(_LOOK)
+            left = [ticket for ticket in self.readers() if ticket in left]
+        return not left
 
     @asynccontextmanager
     async def pinned(self, deadline: Deadline, applier: Applier) -> AsyncIterator[int]:

@@ -265,3 +265,10 @@ def own_copies(views: Mapping[str, Tensor], model: WeightTarget | None) -> dict[
     }
     wait_for_devices(cuda_devices([*views.values(), *own.values()]))
     return own
+
+
+def leave(binding: Binding, inbound: InboundTransfer) -> None:
+    """Copy what the model views in the memory of updates into its own memory. Blocking."""
+    binding.detach(inbound.is_lent)
+    # The copies, and forward passes that are queued, still read that memory.
+    wait_for_devices(binding.devices)

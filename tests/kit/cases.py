@@ -126,11 +126,11 @@ def distributed(collective: Literal["p2p", "broadcast"]) -> Build:
     return lambda workers, options: Recipe(ByGroups(**{**more, **options}))
 
 
-def over_rpc(*, share_memory: bool) -> Build:
+def over_rpc(*, share_memory: bool, reconnect_for: float = 0) -> Build:
     """A process that takes the place of one that has died is told of no world: it could not join it."""
 
     def build(workers: int, options: dict[str, Any]) -> Recipe:
-        scheme = JoiningScheme(share_memory=share_memory, reconnect_for=0, **options)
+        scheme = JoiningScheme(share_memory=share_memory, reconnect_for=reconnect_for, **options)
         world = World()
         return Recipe(scheme, {w: {"world": world.address} for w in range(workers)}, [world])
 

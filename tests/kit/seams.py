@@ -24,6 +24,7 @@ __all__ = [
     "copier_of",
     "groups_of",
     "has_pending_update",
+    "is_connected",
     "leases_of",
     "lookups_ended",
     "lose_connection",
@@ -109,6 +110,12 @@ def ticket_of(scheme: WeightSyncScheme) -> bytes:
 def lose_connection(scheme: WeightSyncScheme, reason: str) -> None:
     """Have a connected receiver lose its connection."""
     scheme.get_receiver().connection_lost(reason)
+
+
+def is_connected(scheme: WeightSyncScheme) -> bool:
+    """Whether a receiver that may have lost its connection has one."""
+    receiver = scheme.get_receiver()
+    return not receiver._connection.down and not receiver._connector.searching
 
 
 def stop_reading(transport: Any) -> None:
