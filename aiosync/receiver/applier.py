@@ -62,7 +62,6 @@ class WeightApplier(Applier):
         # Takes a layout, and returns the binding to it of the model that the caller has then.
         self._make_binding = make_binding
         self._source = torch.device("cpu")  # the device of the sender's weights
-        self._viewing = False  # whether the version in service lies in the sender's memory
         self._leftover = False  # whether the model's memory before the first commit is still to be freed
         self._offloader = Offloader("aiosync-receiver")
         self._back_buffers: StagingBuffers | None = None
@@ -122,12 +121,12 @@ class WeightApplier(Applier):
         self.gate.heed(NO_REQUEST)  # a sender that was killed during a send would ask for ever
 
     async def detach(self) -> None:
-        if self._viewing:
+        if self.views_sender:
             # Where there is a model, it has the weights.
             await self._offloader.run(lambda _: self._take_over(keep=self.model is None))
             while not await self.gate.drain():  # they may still read the sender's memory
                 logger.warning("worker %d connects again when the model is not in use any more", self.worker)
-            self._viewing = False
+            self.views_sender = False
 
     def _take_over(self, *, keep: bool) -> None:
         """Copy the version in service into memory of this process. ``keep``: ``weights`` stay readable."""
@@ -175,6 +174,7 @@ class WeightApplier(Applier):
                 if waiting is None:
                     await self._rebind(model, listener, may_view)
                     return
+                self._wait.withdraw()  # its readers may wait for this; it is given back, and fetched again
             await waiting.done.wait()
 
     async def _rebind(self, model: WeightTarget | None, listener: UpdateListener, may_view: bool) -> None:
@@ -192,7 +192,7 @@ class WeightApplier(Applier):
                 await self._offloader.run(lambda _: leave(self.binding, inbound))
             # Nothing is awaited from here on: a cancelled call has switched all or nothing.
             self.binding, self.model, self._may_view, self.weights = another, model, may_view, own
-            self._viewing, self._leftover = False, True
+            self.views_sender, self._leftover = False, True
             self._back_buffers = StagingBuffers(another, inbound, self._source, may_view=may_view)
             if self._patience is not None and model is not former:
                 self._unguard()
@@ -252,10 +252,9 @@ class WeightApplier(Applier):
         inbound, back_buffers, binding = self.inbound, self._back_buffers, self.binding
         assert inbound is not None and back_buffers is not None
         update = pending.update
-        if update.joint is not None or self._listener.cascades or self._leftover or self._staging.locked():
+        awaits = self._leftover or self._staging.locked() or back_buffers.devices  # for those, settle() does
+        if awaits or update.joint is not None or self._listener.cascades:
             return False
-        if back_buffers.devices:
-            return False  # settle() awaits
         if back_buffers.converts:
             binding.refresh()  # otherwise the change of a dtype is found when the value that was sent is gone
         rebound = back_buffers.generation != binding.generation
@@ -328,7 +327,7 @@ class WeightApplier(Applier):
         staged, back_buffers = pending.staged, pending.back_buffers
         assert staged is not None and back_buffers is not None
         started, devices = time.perf_counter(), back_buffers.written_by(pending.names)
-        before = self.version, self.in_service, self.weights, self._viewing
+        before = self.version, self.in_service, self.weights, self.views_sender
         try:
             wait_for_devices(devices)
             with self.binding.committing(staged, pending.names, reversible=True):
@@ -336,7 +335,7 @@ class WeightApplier(Applier):
                 self._record(pending, staged, started)
                 yield
         except BaseException:
-            self.version, self.in_service, self.weights, self._viewing = before
+            self.version, self.in_service, self.weights, self.views_sender = before
             pending.committed = False
             wait_for_devices(devices)
             raise
@@ -347,8 +346,8 @@ class WeightApplier(Applier):
         self.weights = staged.merged_into(self.weights, pending.names or ()) if partial else staged.views
         views_sender = pending.back_buffers is not None and pending.back_buffers.views_sender
         self.version = self.in_service = pending.update.version
-        self._leftover |= views_sender and not self._viewing
-        self._viewing = views_sender
+        self._leftover |= views_sender and not self.views_sender
+        self.views_sender = views_sender
         pending.seconds["wait"] = started - (pending.held_up_since or started)
         self._wait.committed(pending.seconds["wait"])
         pending.committed = True
@@ -377,9 +376,10 @@ class WeightApplier(Applier):
         self._wait.withdraw()
         async with self._staging:  # an update that is being staged is finished first
             try:
-                if self._viewing:
+                if self.views_sender:
                     await self._offloader.run(lambda _: self._take_over(keep=False))
-                    if not await self.gate.drain():
+                    self.views_sender = not await self.gate.drain()
+                    if self.views_sender:  # the sender keeps that memory until this process has ended
                         logger.warning("worker %d is closed although its model is in use", self.worker)
             finally:
                 self._unguard()
@@ -388,8 +388,9 @@ class WeightApplier(Applier):
     def abandon_loop(self) -> None:
         self._unguard()
         back_buffers, self._back_buffers = self._back_buffers, None
-        if self._viewing:
+        if self.views_sender:
             self._take_over(keep=False)
+            self.views_sender = False
         self._release(back_buffers)
 
     def _release(self, back_buffers: StagingBuffers | None) -> None:

@@ -88,7 +88,9 @@ class Outcome:
         # In this order: the thread that resolves it looks for wakers afterwards.
         self._wakers.append(waker)
         try:
-            if not self.done():
+            if self.done():
+                await asyncio.sleep(0)  # a caller may wait in a loop for what another task does then
+            else:
                 await ended.wait()
         finally:
             self._wakers.remove(waker)

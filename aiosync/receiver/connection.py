@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -124,18 +125,23 @@ class SenderConnection:
         self.session.confirm_release()
         self.flush()
 
-    def abandon_loop(self) -> None:
-        """Release what can be released after the event loop has been closed."""
-        self.unwatch()
+    def abandon_loop(self, *, released: bool) -> None:
+        """Do what :meth:`aclose` does, as far as that is possible after the event loop has been closed."""
+        with suppress(RuntimeError):  # what the kernel does not take at once would wait for the loop
+            self._say_goodbye("the worker has closed", released)
         self.transport.abandon_loop()
 
-    async def aclose(self, reason: str) -> None:
-        """Send a Bye and close the connection. The sender's memory is no longer read here."""
-        self.unwatch()
-        self.session.confirm_release()
-        self.session.close(reason)
-        self.flush()
+    async def aclose(self, reason: str, *, released: bool = True) -> None:
+        """Send a Bye and close the connection. ``released``: the sender's memory is no longer read here."""
+        self._say_goodbye(reason, released)
         await self.transport.aclose()
+
+    def _say_goodbye(self, reason: str, released: bool) -> None:
+        self.unwatch()
+        if released:
+            self.session.confirm_release()
+        self.session.close(reason, dropped=not released)
+        self.flush()
 
 
 @dataclass(eq=False, repr=False)

@@ -250,7 +250,7 @@ class WeightReceiver(ReceivingEndpoint):
 
     def _cancel_body(self) -> None:
         """Cancel the body of :meth:`receiving`, which would wait for a version that will never come."""
-        if self._body is not None:
+        if self._body is not None and not self._body.expired():
             self._body.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
@@ -313,7 +313,8 @@ class WeightReceiver(ReceivingEndpoint):
             await asyncio.sleep(0)  # lets an update that has arrived be found even with a timeout of zero
             async with asyncio.timeout(deadline.remaining()):
                 while self._handler.stats.updates == before:
-                    if self._closed or (self.ended is not None and self._handler.pending is None):
+                    ended = self.ended is not None and self._handler.pending is None
+                    if self._closed or ended or self._failure is not None:
                         raise WorkerLostError((), self.ended or "this side has closed the connection")
                     if self._handler.looping:
                         self._handler.answered.clear()
@@ -383,8 +384,7 @@ class WeightReceiver(ReceivingEndpoint):
             return
         if self.home.closed:
             self._closed = self._handler.closed = True
-            self._connection.abandon_loop()
-            self.applier.abandon_loop()
+            self._handler.abandon_loop()
         self.home.check()
         self._closed = self._handler.closed = True
         await uninterrupted(lambda _: self._close())
@@ -392,9 +392,9 @@ class WeightReceiver(ReceivingEndpoint):
     async def _close(self) -> None:
         await self._calls.stop()
         await self._connector.aclose()
-        self._handler.interrupted("this receiver was closed")  # what close() waits for may take long
-        await self._handler.close()
-        await self._connection.aclose("the worker has closed")
-        self._changed.set()
-        self._handler.answered.set()
-        self._reporter.emit("closed")
+        try:
+            await self._handler.close()
+        finally:
+            self._changed.set()
+            self._handler.answered.set()
+            self._reporter.emit("closed")

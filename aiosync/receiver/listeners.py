@@ -16,7 +16,6 @@ from aiosync.events import EventKind, EventSource, logger
 from aiosync.receiver.connection import SenderConnection
 from aiosync.receiver.updates import Applier
 from aiosync.transports._offload import Offloader
-from aiosync.transports._tasks import is_cancelled
 from aiosync.weights.binding import over_same_memory
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
@@ -50,20 +49,27 @@ class UpdateListener:
 async def cascade(listener: UpdateListener, model_id: str, weights: Any, threads: Offloader | None) -> None:
     """Call ``listener.updating()``, in a thread if ``threads`` are given.
 
-    Raises what it raises, and RuntimeError if it awaited something that was cancelled.
+    Raises what it raises, and RuntimeError if it awaited something that was cancelled. If this task is
+    cancelled it raises CancelledError, whatever the listener makes of that.
     """
-    if threads is None:
-        result = listener.updating(model_id, weights)
-    else:
-        result = await threads.run(lambda _: listener.updating(model_id, weights))
-    if not inspect.isawaitable(result):
-        return
+    task = asyncio.current_task()
+    assert task is not None
+    cancelled = task.cancelling()
     try:
-        await result
-    except asyncio.CancelledError as exc:
-        if is_cancelled(exc):
-            raise
-        raise RuntimeError("what the model's context awaited was cancelled") from exc
+        if threads is None:
+            result = listener.updating(model_id, weights)
+        else:
+            result = await threads.run(lambda _: listener.updating(model_id, weights))
+        if inspect.isawaitable(result):
+            await result
+    except (Exception, asyncio.CancelledError) as exc:
+        if task.cancelling() > cancelled:
+            raise asyncio.CancelledError from exc
+        if isinstance(exc, asyncio.CancelledError):
+            raise RuntimeError("what the model's context awaited was cancelled") from exc
+        raise
+    if task.cancelling() > cancelled:
+        raise asyncio.CancelledError
 
 
 class ContextUpdater(UpdateListener):

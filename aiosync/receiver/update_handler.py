@@ -231,10 +231,25 @@ class UpdateHandler:
             give_up(pending.update.joint.id, self.connection.worker, reason)
 
     async def close(self) -> None:
-        """Close the applier. A version that is in service and not acknowledged yet is acknowledged."""
+        """Close the applier, and then the connection.
+
+        A version that is in service and not acknowledged yet is acknowledged.
+        """
         pending = self.pending
-        await self.applier.close()
-        if pending is not None and pending.committed and self.pending is pending:
-            self.answer(pending)  # cancelled between the commit and the answer, for which the sender waits
-        elif pending is not None:
-            self._give_up_joint(pending, "the receiver has closed")
+        self.interrupted("this receiver was closed")  # what the applier waits for may take long
+        try:
+            await self.applier.close()
+        finally:
+            if pending is not None and pending.committed and self.pending is pending:
+                # Cancelled between the commit and the answer, for which the sender waits.
+                self.answer(pending)
+            elif pending is not None:
+                self._give_up_joint(pending, "the receiver has closed")
+            await self.connection.aclose("the worker has closed", released=not self.applier.views_sender)
+
+    def abandon_loop(self) -> None:
+        """Do what :meth:`close` does, as far as that is possible after the event loop has been closed."""
+        try:
+            self.applier.abandon_loop()
+        finally:
+            self.connection.abandon_loop(released=not self.applier.views_sender)

@@ -81,9 +81,11 @@ class Applier(ABC):
         layout: the sender's layout; None before :meth:`open`.
         inbound: the transfer by which updates arrive; None before :meth:`prepare`.
         may_fetch: whether the next update may be fetched now.
+        views_sender: whether the version in service lies in the sender's memory.
     """
 
     may_fetch = True
+    views_sender = False
     model: WeightTarget | None = None
 
     def __init__(self, worker: int) -> None:

@@ -19,8 +19,9 @@ from aiosync.protocol.frames import Chunk, End, Update
 from aiosync.protocol.nack import DownstreamError
 from aiosync.receiver.updates import Applier, PendingUpdate
 from aiosync.schemes.tcp import RelayParts
+from aiosync.sender.failures import first_failure
 from aiosync.sender.lost_workers import AwayWorkers
-from aiosync.sender.pending_acks import PendingAcks, first_failure
+from aiosync.sender.pending_acks import PendingAcks
 from aiosync.sender.publisher import Publication, Publisher
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.slot_write import SlotWrite

@@ -15,7 +15,7 @@ from aiosync.protocol.frames import Joint
 from aiosync.reports import SendReport
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sender.endpoint import WeightSender
-from aiosync.sender.pending_acks import first_failure
+from aiosync.sender.failures import first_failure
 from aiosync.sender.publish_together import publish_together
 from aiosync.sender.publisher import Publication
 from aiosync.transfer.slots import JointParts

@@ -45,8 +45,6 @@ class WorkerConnection:
     _notified_lease: Lease | None = field(default=None, init=False)
     # The version that was notified and whose slot is being overwritten, until the copy has ended.
     _revoked: SlotVersion | None = field(default=None, init=False)
-    # It was overwritten, and no newer version has been notified.
-    _lost: bool = field(default=False, init=False)
     # The version that the worker was sent and has not answered for.
     _in_flight: SlotVersion | None = field(default=None, init=False)
     # The slots that the worker may read for that; empty once it has copied the version.
@@ -83,13 +81,15 @@ class WorkerConnection:
     def misses_version(self) -> bool:
         """Whether the version that the worker was to get is lost: it gets the next one that is sent."""
         waits = self.session.state is SenderState.WELCOMING and self.group.newest is None
-        return waits or (self._lost and not self.group.awaits_overflow(self.worker))
+        return waits or self.group.lost.get(self.worker, -1) > self.target_version
 
     @property
     def target_version(self) -> int:
         """The version that the worker will run on once it has answered for all versions; -1: none."""
-        overflow = self.group.overflow if self.group.awaits_overflow(self.worker) else None
-        newest = overflow or self.notified or self._revoked or self._in_flight or self._current
+        group = self.group
+        overflow = group.overflow if group.awaits_overflow(self.worker) else None
+        welcomed = group.newest if self.session.state is SenderState.WELCOMING else None
+        newest = overflow or self.notified or self._revoked or self._in_flight or self._current or welcomed
         return newest.version if newest else -1
 
     @property
@@ -134,6 +134,8 @@ class WorkerConnection:
                 first = self._current is None
                 if self.notified is not None:
                     self._clear_notified()
+                if self._revoked is self._in_flight:
+                    self._revoked = None
                 self._answered(accepted=True)
                 self._registry.awaited.acknowledged(self.worker, event, first=first)
             case Fetch():
@@ -172,7 +174,7 @@ class WorkerConnection:
             return
         if self._revoked is not published:
             self._cancel_joint(self._revoked)
-        self._revoked, self._lost = None, False
+        self._revoked = None
         if self.notified is not published:
             if self.notified is not None:
                 self._drop_notified(self.notified)
@@ -196,13 +198,13 @@ class WorkerConnection:
         """The version that was revoked was overwritten, and not by a newer one."""
         revoked, self._revoked = self._revoked, None
         self._cancel_joint(revoked)
-        self.miss(revoked)
+        if revoked is not None:
+            self.miss(revoked.version)
 
-    def miss(self, published: SlotVersion | None) -> None:
-        """The worker will not get this version, which it was to get; None: there is none."""
-        if published is not None:
-            self._lost = True
-            self._registry.missed(self, published.version)
+    def miss(self, version: int) -> None:
+        """The worker will not get this version, which it was to get."""
+        self.group.lost[self.worker] = version
+        self._registry.missed(self)
 
     def offer_next(self) -> None:
         """Send the worker the Update or the Welcome that it waits for, if it waits and there is one."""
@@ -215,7 +217,7 @@ class WorkerConnection:
         elif state is SenderState.WELCOMING and group.offerable(group.newest):
             assert group.newest is not None
             self.session.welcome(self._welcome())
-            group.addressed[self.worker] = group.newest.version
+            group.address(self.worker)
             self.notify(group.newest)
             self.transport.flush(self.session)
         elif self.session.outgoing:

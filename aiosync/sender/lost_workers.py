@@ -132,9 +132,9 @@ class DroppedConnection:
     _on_end: Callable[[bool], None] | None
 
     def frame_received(self, frame: Frame) -> None:
-        """Handle the worker's Bye; ignore all other frames."""
-        if isinstance(frame, Bye):
-            self._end(released=not frame.dropped)
+        """Handle the Bye that confirms; ignore all other frames, such as one that announces that Bye."""
+        if isinstance(frame, Bye) and not frame.dropped:
+            self._end(released=True)
 
     def connection_lost(self, reason: str) -> None:
         """Handle the end of the connection."""

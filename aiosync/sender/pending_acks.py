@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING
 from aiosync._deadline import Deadline, DeadlineTimer
 from aiosync._options import SchemeOptions
 from aiosync.errors import (
-    AiosyncError,
-    JointUpdateError,
     NotConnectedError,
     Phase,
     SyncTimeoutError,
-    WorkerLostError,
 )
 from aiosync.events import EventKind, EventSource, logger
 from aiosync.protocol.frames import Ack
 from aiosync.reports import SendReport, WorkerReport
 from aiosync.sender.early_answers import EarlyAnswers
+from aiosync.sender.failures import first_failure
 
 if TYPE_CHECKING:
     from aiosync.sender.registry import WorkerRegistry
@@ -79,7 +77,7 @@ class PendingAcks:
         worker = report.worker
         if worker not in self.pending:
             return False
-        if version is not None and version < self._versions.get(worker, self.version):
+        if version is not None and version < self.wanted(worker):
             return False
         self.pending.discard(worker)
         self.reports[worker] = report
@@ -89,6 +87,10 @@ class PendingAcks:
         if not self.pending:
             self.give_up()
         return True
+
+    def wanted(self, worker: int) -> int:
+        """The version that this worker has to reach."""
+        return self._versions.get(worker, self.version)
 
     def give_up(self) -> None:
         """End a :meth:`wait` although workers are pending."""
@@ -156,6 +158,12 @@ class AwaitedAcks:
         for acks in self.tracked:
             awaited |= acks.settle(report, version)
         return awaited
+
+    def missed(self, report: WorkerReport, version: int) -> None:
+        """A worker gets no newer version than this one: the report is its answer for those."""
+        for acks in self.tracked:
+            if acks.wanted(report.worker) > version:
+                acks.settle(report)
 
     def include(self, worker: int) -> None:
         """All calls wait for this worker too."""
@@ -350,50 +358,3 @@ class AckWaiter:
                 len(report.workers),
                 1e3 * report.seconds["total"],
             )
-
-
-def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> AiosyncError | None:
-    """The one error to raise for a send: a refusal before a loss before a deadline.
-
-    Losses are raised as one error that names all lost workers, and so are deadlines. What is not
-    raised itself is added to it as notes.
-    """
-    refused: list[AiosyncError] = []
-    gave_way: list[AiosyncError] = []
-    lost: dict[int, str] = {}
-    late: list[WorkerReport] = []
-    for report in reports:
-        if report.status == "lost" and isinstance(report.error, WorkerLostError):
-            lost[report.worker] = report.error.reason
-        elif report.status == "timeout":
-            late.append(report)
-        elif report.error is not None:
-            # Of a joint update the cause says more than the siblings that gave way to it.
-            (gave_way if isinstance(report.error, JointUpdateError) else refused).append(report.error)
-    found = refused
-    if lost:
-        found.append(WorkerLostError(lost, "; ".join(sorted(set(lost.values())))))
-    if late:
-        found.append(_timeout(late, deadline))
-    found += gave_way
-    if not found:
-        return None
-    for other in found[1:]:
-        found[0].add_note(f"also: {type(other).__name__}: {str(other).splitlines()[0]}")
-    return found[0]
-
-
-def _timeout(late: list[WorkerReport], deadline: Deadline) -> SyncTimeoutError:
-    known = [report.error for report in late if isinstance(report.error, SyncTimeoutError)]
-    order: tuple[Phase, ...] = ("connect", "stage", "commit", "ack")
-    reached: list[Phase] = [error.phase for error in known]
-    phase = min(reached, key=order.index) if reached else "ack"
-    version = known[0].version if known else None
-    hints = dict.fromkeys(error.hint for error in known if error.hint)
-    return SyncTimeoutError(
-        phase,
-        seconds=deadline.seconds,
-        workers={r.worker for r in late},
-        version=version,
-        hint="; ".join(hints),
-    )

@@ -322,7 +322,9 @@ class Publisher:
             may_withdraw
             and acks.all_refused
             and version == self.version
-            # A worker that joined meanwhile may have it, or be about to. A version that it overwrote is lost.
+            # A worker that joined meanwhile may have it, or be about to, or have gone with it. A version that
+            # it overwrote is lost.
+            and self._registry.last_gone < version
             and all(c.target_version < version for c in self._registry.connections.values())
             and not any(w.reclaimed or w.overflow or w.replaced_overflow for w in publication.writes)
         )

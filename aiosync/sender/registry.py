@@ -53,6 +53,8 @@ class WorkerRegistry:
     stalls: StallTimer = field(default_factory=StallTimer, init=False)
     # Of a relay: the workers whose connection broke and that may still act on an older version.
     away: AwayWorkers | None = field(default=None, init=False)
+    # The newest version that a worker may have which is not connected any more; -1: none.
+    last_gone: int = field(default=-1, init=False)
     _instance: str = field(default_factory=partial(secrets.token_hex, 8), init=False)
     # Bytes sent over connections that have ended.
     _wire_nbytes: int = field(default=0, init=False)
@@ -274,10 +276,11 @@ class WorkerRegistry:
             self.records[worker].unreported = error
         self._emit("failed", nack.version, worker, message=str(error))
 
-    def missed(self, connection: WorkerConnection, version: int) -> None:
-        """The worker will not get this version, which it was to get."""
+    def missed(self, connection: WorkerConnection) -> None:
+        """The worker will not get the version that it was to get, but an older one or none."""
         error, acked = _overwritten(), connection.session.acked_version
-        self.awaited.answered(WorkerReport(connection.worker, "failed", acked, error=error), version)
+        report = WorkerReport(connection.worker, "failed", acked, error=error)
+        self.awaited.missed(report, connection.target_version)
 
     def lost(
         self, connection: WorkerConnection, reason: str, *, orderly: bool = False, reads: bool = False
@@ -290,6 +293,7 @@ class WorkerRegistry:
         # A local process that has ended cannot come back; one on another machine may have lost the link only.
         self.indices.tickets.leave(worker, reserve=not orderly and connection.pid == 0)
         self._wire_nbytes += connection.outbound.progress
+        self.last_gone = max(self.last_gone, connection.target_version)
         self._remove(connection)
         leases = connection.detach()
         if not orderly:
@@ -310,7 +314,7 @@ class WorkerRegistry:
         if self.elastic:
             # Any number of such workers may come and go: nothing is kept of one that has gone.
             self.workers.discard(worker)
-            connection.group.workers.discard(worker)
+            connection.group.forget(worker)
             del self.records[worker]
         if self._host is not None:
             if not reads:
@@ -331,6 +335,7 @@ class WorkerRegistry:
         connection = self.connections.get(worker)
         if connection is not None:
             self.indices.tickets.leave(worker, reserve=False)
+            self.last_gone = max(self.last_gone, connection.target_version)
             self._remove(connection)
             connection.session.close(reason, dropped=True)
             connection.transport.flush(connection.session)
@@ -360,6 +365,7 @@ class WorkerRegistry:
         self._instance = secrets.token_hex(8)
         for connection in list(self.connections.values()):
             self.lost(connection, reason)
+        self.last_gone = -1
 
     async def _hang_up(self, transport: FramedTransport, died: bool = False) -> None:
         await transport.aclose()

@@ -17,11 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiosync._deadline import Deadline
-from aiosync.errors import (
-    ArenaAllocationError,
-    NotConnectedError,
-    SyncTimeoutError,
-)
+from aiosync.errors import ArenaAllocationError, NotConnectedError, SyncTimeoutError
 from aiosync.sender.extraction import Fit
 from aiosync.sender.partial_write import check_base, rebase
 from aiosync.sender.slot_write import SlotWrite
@@ -61,6 +57,8 @@ class WorkerGroup:
     draining: bool = field(default=False, init=False)
     # Worker -> the newest version that was for it.
     addressed: dict[int, int] = field(default_factory=dict, init=False)
+    # Worker -> the newest version that was for it and was overwritten before the worker got it.
+    lost: dict[int, int] = field(default_factory=dict, init=False)
     # The entries that each version is about.
     changes: ChangeLog = field(default_factory=ChangeLog, init=False)
     # Whether the sender is being closed.
@@ -152,7 +150,7 @@ class WorkerGroup:
                 try:
                     slot = await self._grow()
                 except ArenaAllocationError as exc:
-                    failure = exc
+                    failure, slot = exc, self.pool.free_slot()
             if slot is not None:
                 return self._write_of(slot)
             newest = self.newest
@@ -273,11 +271,15 @@ class WorkerGroup:
         if write.begun and write.overflow:
             lost, self.overflow = self.overflow, None
             for connection in self._members():
-                if connection.worker in self._overflow_targets:
-                    connection.miss(lost)
+                if lost is not None and connection.worker in self._overflow_targets:
+                    connection.miss(lost.version)
         elif write.begun and write.reclaimed and newest is not None and newest.slot is write.slot:
             # The copy failed half way, and the version that the slot held is gone: no worker may read it.
-            self._make_newest(newest := None)
+            self._make_newest(None)
+            for connection in self._members():
+                if connection.misses_version:  # it was to be welcomed with it
+                    connection.miss(newest.version)
+            newest = None
         elif write.reclaimed and newest is not None and newest.slot is write.slot:
             newest.slot.version = newest.version  # the slot still holds that
         if write.reclaimed:
@@ -315,8 +317,9 @@ class WorkerGroup:
         """
         if withdrawn:
             self.changes.withdraw(version)
-            if write.superseded is not None and self.newest is not None and self.newest.round == round_:
+            if write.superseded is not None and (self.newest is None or self.newest.round == round_):
                 self._make_newest(write.superseded)
+                self.reconcile()
             write.slot.version = -1  # the number will be another's
             for worker, before in write.addressed.items():
                 if self.addressed.get(worker) == version:
@@ -362,6 +365,19 @@ class WorkerGroup:
     def offerable(self, published: SlotVersion | None) -> bool:
         """Whether the slot still holds this version: not if it is being overwritten."""
         return published is not None and published.slot.version == published.version
+
+    def address(self, worker: int) -> None:
+        """A worker has joined: the newest version is for it, and a newer one that waits for a slot."""
+        assert self.newest is not None
+        self.addressed[worker] = (self.overflow or self.newest).version
+        if self.overflow is not None:
+            self._overflow_targets.add(worker)
+
+    def forget(self, worker: int) -> None:
+        """This worker has gone, and will not come back under its index."""
+        self.workers.discard(worker)
+        self.addressed.pop(worker, None)
+        self.lost.pop(worker, None)
 
     def awaits_overflow(self, worker: int) -> bool:
         """Whether the overflow version is for this worker."""

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import time
+from typing import Any
 
 import pytest
 from torch import nn
@@ -19,9 +20,10 @@ from aiosync import (
     WorkerLostError,
     WrongEventLoopError,
 )
+from aiosync.receiver import applier, staging
 from tests.kit import scenarios
 from tests.kit.cases import SCHEMES, SchemeCase
-from tests.kit.clock import PATIENCE, SCALE, within
+from tests.kit.clock import PATIENCE, SCALE, eventually, within
 from tests.kit.local import LocalCluster
 from tests.kit.models import Uniform, fill
 from tests.kit.processes import ProcessCluster, Worker
@@ -153,6 +155,41 @@ def test_workers_of_a_sender_whose_event_loop_was_closed(name: str) -> None:
         asyncio.run(cluster.scheme.aclose())
     assert _watched_processes() == before
     asyncio.run(look(cluster.workers[0]))
+    cluster.recipe.close()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_a_worker_whose_event_loop_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model leaves the sender's memory before the sender learns that it has gone."""
+    (case,) = (case for case in SCHEMES if case.name == "shared")
+    cluster = LocalCluster(case, workers=1, model=lambda: Uniform(size=1 << 20))
+    (worker,) = cluster.workers
+    reasons: list[str] = []
+    cluster.scheme.on_event(lambda event: reasons.append(event.message) if event.kind == "lost" else None)
+    connecting = asyncio.create_task(cluster.scheme.connect())
+    await asyncio.to_thread(asyncio.run, worker.connect())
+    await within(connecting)
+    order: list[str] = []
+    transport = worker.scheme.receiver_transport
+    assert transport is not None
+    abandon = transport.abandon_loop
+
+    def leave(*arguments: Any) -> None:
+        order.append("copied")
+        staging.leave(*arguments)
+
+    def abandon_loop() -> None:
+        order.append("closed")
+        abandon()
+
+    monkeypatch.setattr(applier, "leave", leave)
+    monkeypatch.setattr(transport, "abandon_loop", abandon_loop)
+    with pytest.raises(WrongEventLoopError):
+        await asyncio.to_thread(asyncio.run, worker.scheme.aclose())
+    assert order == ["copied", "closed"]
+    await eventually(lambda: bool(reasons), "the sender knows")
+    assert reasons == ["the worker has closed"]
+    await cluster.scheme.aclose()
     cluster.recipe.close()
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from aiosync import RemoteApplyError, WorkerLostError
+from aiosync.receiver import applier
 from aiosync.transfer.slots import LeaseKind
 from tests.kit.cases import SCHEMES, SchemeCase
-from tests.kit.clock import eventually, within
+from tests.kit.clock import BRIEF, eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
-from tests.kit.seams import leases_of, waits_for_readers
+from tests.kit.seams import connections_of, leases_of, lose_connection, waits_for_readers
 
 CASES = {case.name: case for case in SCHEMES}
 
@@ -127,3 +128,114 @@ async def test_what_a_context_awaits_may_be_cancelled() -> None:
         with pytest.raises(RemoteApplyError, match="was cancelled"):
             await within(cluster.scheme.send())
         assert worker.scheme.ended is None
+
+
+class _Loses:
+    """A context that loses the cancellation of its second update, as a task group in it may."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    async def update_policy_weights_(self, **weights: Any) -> None:
+        self.updates += 1
+        if self.updates > 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise ValueError("the clean-up has failed")
+
+
+@pytest.mark.parametrize("call", ["receiving", "receive"])
+async def test_a_context_that_loses_a_cancellation(call: str) -> None:
+    context = _Loses()
+    cluster = LocalCluster(CASES["shared"], workers=1, serve=call == "receiving")
+    (worker,) = cluster.workers
+    worker.init(context=context)
+    async with cluster:
+        fill(cluster.model, 1)
+        await cluster.scheme.send(wait=False)
+        if call == "receiving":
+            await eventually(lambda: context.updates == 2, "the context is called")
+            await worker.rest()
+        else:
+            assert await within(worker.scheme.receive(timeout=BRIEF)) is None
+        assert worker.scheme.ended is None
+        assert value_of(worker.model) == 0
+
+
+class _Raises:
+    """A context that is called in this event loop, and raises what a task that it asks was ended with."""
+
+    def __init__(self) -> None:
+        self.first = True
+
+    def update_policy_weights_(self, **weights: Any) -> None:
+        if self.first:
+            self.first = False
+            return
+        raise asyncio.CancelledError
+
+
+async def test_a_context_may_raise_that_something_was_cancelled() -> None:
+    context = _Raises()
+    cluster = LocalCluster(CASES["shared"], workers=1)
+    (worker,) = cluster.workers
+    worker.init(context=context)
+    async with cluster:
+        fill(cluster.model, 1)
+        with pytest.raises(RemoteApplyError, match="was cancelled"):
+            await within(cluster.scheme.send())
+        assert worker.scheme.ended is None
+
+
+async def test_a_loop_that_fails_after_the_sender_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LocalCluster(CASES["shared"], workers=1, serve=False, model=_large) as cluster:
+        (bad,) = cluster.workers
+        _have_it_fail(bad, monkeypatch)
+        with pytest.raises(WorkerLostError, match="has failed"):
+            async with bad.scheme.receiving():
+                async with bad.scheme.pinned():
+                    await cluster.scheme.send(wait=False)
+                    await eventually(lambda: waits_for_readers(bad.scheme), "the commit waits for the reader")
+                    lose_connection(bad.scheme, "the link broke")
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.Event().wait()
+                for _ in range(10):  # the body ends later than the loop
+                    await asyncio.sleep(0)
+
+
+async def test_receive_beside_a_loop_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LocalCluster(CASES["shared"], workers=1, serve=False, model=_large) as cluster:
+        (bad,) = cluster.workers
+        _have_it_fail(bad, monkeypatch)
+        with pytest.raises(WorkerLostError):
+            async with bad.scheme.receiving():
+                receiving = asyncio.create_task(bad.scheme.receive())
+                await asyncio.sleep(0)
+                await cluster.scheme.send(wait=False)
+                await asyncio.Event().wait()
+        with pytest.raises(WorkerLostError):
+            await within(receiving)
+
+
+async def test_the_applier_cannot_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory for the copy: the worker leaves all the same."""
+    async with LocalCluster(CASES["shared"], workers=2, model=_large) as cluster:
+        bad, good = cluster.workers
+        fill(cluster.model, 1)
+        await cluster.scheme.send()
+
+        def leave(*arguments: object) -> None:
+            raise RuntimeError("there is no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(applier, "leave", leave)
+            waiting = asyncio.create_task(bad.scheme.wait_closed())
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="there is no memory"):
+                await bad.close()
+        await within(waiting)
+        await eventually(lambda: 0 not in connections_of(cluster.scheme), "the sender knows")
+        for version in range(2, 6):
+            fill(cluster.model, version)
+            await cluster.scheme.send(worker_ids=[good.index])

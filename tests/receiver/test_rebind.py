@@ -12,10 +12,10 @@ from torch import nn
 
 from aiosync import AlreadyConnectedError, LayoutMismatchError, NotConnectedError
 from tests.kit.cases import SCHEMES, SchemeCase
-from tests.kit.clock import PATIENCE, within
+from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
-from tests.kit.seams import binding_of, connections_of
+from tests.kit.seams import binding_of, connections_of, waits_for_readers
 
 CASES = {case.name: case for case in SCHEMES}
 
@@ -229,3 +229,22 @@ async def test_receive_gives_what_has_come_before_it_was_called(case: SchemeCase
         found: Any = await worker.scheme.receive(timeout=0)
         assert found is not None and float(found.flatten_keys(".")["values.0"][0]) == 2
         assert await worker.scheme.receive(timeout=0) is None
+
+
+@pytest.mark.timeout(60)  # a call that spins cannot be cancelled
+@pytest.mark.parametrize("inside", [False, True])
+async def test_an_update_waits_for_the_caller(case: SchemeCase, inside: bool) -> None:
+    """It is applied to the other model, whether the call is made in the body or directly after it."""
+    async with LocalCluster(case, workers=1) as cluster:
+        worker, another = cluster.workers[0], Uniform(-1.0)
+        fill(cluster.model, 1)
+        async with worker.scheme.pinned():
+            sending = asyncio.create_task(cluster.scheme.send())
+            await eventually(lambda: waits_for_readers(worker.scheme), "the commit waits")
+            if inside:
+                await within(worker.scheme.rebind(model=another))
+                assert value_of(another) == 0
+        if not inside:
+            await worker.scheme.rebind(model=another)
+        await within(sending)
+        assert value_of(another) == 1

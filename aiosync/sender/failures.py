@@ -1,0 +1,56 @@
+"""The one error that a call raises for the answers of several workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aiosync._deadline import Deadline
+from aiosync.errors import AiosyncError, JointUpdateError, Phase, SyncTimeoutError, WorkerLostError
+from aiosync.reports import WorkerReport
+
+
+def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> AiosyncError | None:
+    """The one error to raise for a send: a refusal before a loss before a deadline.
+
+    Losses are raised as one error that names all lost workers, and so are deadlines. What is not
+    raised itself is added to it as notes.
+    """
+    refused: list[AiosyncError] = []
+    gave_way: list[AiosyncError] = []
+    lost: dict[int, str] = {}
+    late: list[WorkerReport] = []
+    for report in reports:
+        if report.status == "lost" and isinstance(report.error, WorkerLostError):
+            lost[report.worker] = report.error.reason
+        elif report.status == "timeout":
+            late.append(report)
+        elif report.error is not None:
+            # Of a joint update the cause says more than the siblings that gave way to it.
+            (gave_way if isinstance(report.error, JointUpdateError) else refused).append(report.error)
+    found = refused
+    if lost:
+        found.append(WorkerLostError(lost, "; ".join(sorted(set(lost.values())))))
+    if late:
+        found.append(_timeout(late, deadline))
+    found += gave_way
+    if not found:
+        return None
+    for other in found[1:]:
+        found[0].add_note(f"also: {type(other).__name__}: {str(other).splitlines()[0]}")
+    return found[0]
+
+
+def _timeout(late: list[WorkerReport], deadline: Deadline) -> SyncTimeoutError:
+    known = [report.error for report in late if isinstance(report.error, SyncTimeoutError)]
+    order: tuple[Phase, ...] = ("connect", "stage", "commit", "ack")
+    reached: list[Phase] = [error.phase for error in known]
+    phase = min(reached, key=order.index) if reached else "ack"
+    version = known[0].version if known else None
+    hints = dict.fromkeys(error.hint for error in known if error.hint)
+    return SyncTimeoutError(
+        phase,
+        seconds=deadline.seconds,
+        workers={r.worker for r in late},
+        version=version,
+        hint="; ".join(hints),
+    )
