@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from aiosync._deadline import Deadline
 from aiosync.errors import NotConnectedError, ProtocolError
 from aiosync.events import logger
 from aiosync.receiver.commit_gate import CommitGate, submit
@@ -18,19 +19,22 @@ from aiosync.receiver.commit_job import LOCK
 from aiosync.receiver.commit_wait import CommitWait, Job
 from aiosync.receiver.forward_guard import ForwardGuard
 from aiosync.receiver.joint_commit import join
-from aiosync.receiver.listeners import UpdateListener, cascade, in_format
+from aiosync.receiver.listeners import Notifier, UpdateListener, cascade, in_format
 from aiosync.receiver.staging import StagingBuffers, leave, own_copies
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.yield_request import NO_REQUEST
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import FramedTransport
-from aiosync.weights.binding import Binding, Staged
+from aiosync.weights.binding import Binding, Staged, StaleStaging
 from aiosync.weights.copying import copy_few
 from aiosync.weights.devices import wait_for_devices
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget, receiver_tensors
+
+_LAST_READERS = 2.0
+"""Seconds that :meth:`WeightApplier.close` waits for those that may read the sender's memory."""
 
 
 class WeightApplier(Applier):
@@ -53,7 +57,7 @@ class WeightApplier(Applier):
         super().__init__(worker)
         self.gate = CommitGate()  # blocks commits while a reader uses the model
         self.model = model  # None: the caller only reads `weights`
-        self._listen(listener)
+        self._notifier = Notifier(listener)
         self.strategy = strategy  # the form in which the listener gets weights
         self._model_id = model_id
         self._transfer = transfer
@@ -69,14 +73,7 @@ class WeightApplier(Applier):
         self._patience: float | None = None  # seconds that a guarded pass waits for a commit; None: no guard
         self._wait = CommitWait(self.gate)  # for readers, and for the other parts of a joint update
         self._staging = asyncio.Lock()  # held while an update is staged
-
-    def _listen(self, listener: UpdateListener) -> None:
-        self._listener = listener
-        self._acted = -1  # the version that the listener was last notified of by _acting()
-        # What a commit calls; None, if that does nothing.
-        heard = type(listener).committed is not UpdateListener.committed
-        self._notify_commit = listener.committed if heard else None
-        self._notifies_acting = type(listener).acting is not UpdateListener.acting
+        self._rebinding = False  # whether rebind() goes on; it holds that lock too
 
     # -- the connection --------------------------------------------------------------------------
 
@@ -120,13 +117,17 @@ class WeightApplier(Applier):
     def disconnected(self) -> None:
         self.gate.heed(NO_REQUEST)  # a sender that was killed during a send would ask for ever
 
-    async def detach(self) -> None:
-        if self.views_sender:
-            # Where there is a model, it has the weights.
-            await self._offloader.run(lambda _: self._take_over(keep=self.model is None))
-            while not await self.gate.drain():  # they may still read the sender's memory
-                logger.warning("worker %d connects again when the model is not in use any more", self.worker)
-            self.views_sender = False
+    async def detach(self, deadline: Deadline) -> bool:
+        # Where there is a model, it has the weights.
+        return not self.views_sender or await self._leave_sender(deadline, keep=self.model is None)
+
+    async def _leave_sender(self, deadline: Deadline, *, keep: bool) -> bool:
+        """Copy what lies in the sender's memory, and wait for those that may still read it. Return whether
+        there is none."""
+        assert self.inbound is not None
+        await self._offloader.run(lambda _: self._take_over(keep=keep))
+        self.views_sender = self.inbound.access.lent and not await self.gate.drain(deadline)
+        return not self.views_sender
 
     def _take_over(self, *, keep: bool) -> None:
         """Copy the version in service into memory of this process. ``keep``: ``weights`` stay readable."""
@@ -146,13 +147,8 @@ class WeightApplier(Applier):
         self._patience = patience
         self._wait.allow_blocking(True)
         if isinstance(self.model, nn.Module) and self._guard is None:
-            self._guard = ForwardGuard(self.gate, self.model, patience, self._acting)
-
-    def _acting(self) -> None:
-        """A forward pass begins: notify the listener if it is the first with this version."""
-        if self._acted != self.version >= 0:
-            self._acted = self.version
-            self._listener.acting(self.version)
+            acting = lambda: self._notifier.acting(self.version)  # noqa: E731
+            self._guard = ForwardGuard(self.gate, self.model, patience, acting)
 
     def _unguard(self) -> None:
         self._wait.allow_blocking(False)
@@ -168,14 +164,15 @@ class WeightApplier(Applier):
         Raises:
             LayoutMismatchError: the sender's weights do not fit the model. Nothing has changed.
         """
-        while True:
-            async with self._staging:
-                waiting = self._wait.job
-                if waiting is None:
-                    await self._rebind(model, listener, may_view)
-                    return
-                self._wait.withdraw()  # its readers may wait for this; it is given back, and fetched again
-            await waiting.done.wait()
+        async with self._staging:
+            self._rebinding = True
+            try:
+                while (waiting := self._wait.job) is not None:  # it is staged for the former model
+                    self._wait.take_back()
+                    await waiting.done.wait()
+                await self._rebind(model, listener, may_view)
+            finally:
+                self._rebinding = False
 
     async def _rebind(self, model: WeightTarget | None, listener: UpdateListener, may_view: bool) -> None:
         inbound, former = self.inbound, self.model
@@ -192,13 +189,14 @@ class WeightApplier(Applier):
                 await self._offloader.run(lambda _: leave(self.binding, inbound))
             # Nothing is awaited from here on: a cancelled call has switched all or nothing.
             self.binding, self.model, self._may_view, self.weights = another, model, may_view, own
-            self.views_sender, self._leftover = False, True
+            # Readers that began before may read it still.
+            self.views_sender, self._leftover = self.views_sender and bool(self.gate.readers()), True
             self._back_buffers = StagingBuffers(another, inbound, self._source, may_view=may_view)
             if self._patience is not None and model is not former:
                 self._unguard()
                 self.guard_forwards(self._patience)
-        if listener is not self._listener:
-            self._listen(listener)
+        if listener is not self._notifier.listener:
+            self._notifier = Notifier(listener)
             if self._guard is not None:
                 self._guard.call_on_next_pass()
 
@@ -231,10 +229,10 @@ class WeightApplier(Applier):
                 await self._offloader.copy(pairs)
             if self.binding.ties:
                 self.binding.check(staged.views)
-            if self._listener.cascades:
+            if self._notifier.cascades:
                 weights = in_format(self.strategy, staged.views)
                 threads = None if self._patience is None else self._offloader
-                await cascade(self._listener, self._model_id or "policy", weights, threads)
+                await cascade(self._notifier.listener, self._model_id or "policy", weights, threads)
             pending.staged, pending.back_buffers = staged, back_buffers
         pending.seconds["stage"] = time.perf_counter() - started
 
@@ -253,7 +251,7 @@ class WeightApplier(Applier):
         assert inbound is not None and back_buffers is not None
         update = pending.update
         awaits = self._leftover or self._staging.locked() or back_buffers.devices  # for those, settle() does
-        if awaits or update.joint is not None or self._listener.cascades:
+        if awaits or update.joint is not None or self._notifier.cascades:
             return False
         if back_buffers.converts:
             binding.refresh()  # otherwise the change of a dtype is found when the value that was sent is gone
@@ -305,7 +303,7 @@ class WeightApplier(Applier):
                 raise
         if not pending.committed:
             if job.done.cancelled():
-                raise Overtaken
+                raise StaleStaging if self._rebinding else Overtaken
             job.done.result()
         back_buffers.committed(pending.names)
 
@@ -351,10 +349,10 @@ class WeightApplier(Applier):
         pending.seconds["wait"] = started - (pending.held_up_since or started)
         self._wait.committed(pending.seconds["wait"])
         pending.committed = True
-        if self._guard is not None and self._notifies_acting:
+        if self._guard is not None and self._notifier.hears_acting:
             self._guard.call_on_next_pass()
-        if self._notify_commit is not None:
-            self._notify_commit(self.version)
+        if self._notifier.committed is not None:
+            self._notifier.committed(self.version)
         pending.seconds["commit"] = time.perf_counter() - started
 
     async def settle(self) -> None:
@@ -376,11 +374,10 @@ class WeightApplier(Applier):
         self._wait.withdraw()
         async with self._staging:  # an update that is being staged is finished first
             try:
-                if self.views_sender:
-                    await self._offloader.run(lambda _: self._take_over(keep=False))
-                    self.views_sender = not await self.gate.drain()
-                    if self.views_sender:  # the sender keeps that memory until this process has ended
-                        logger.warning("worker %d is closed although its model is in use", self.worker)
+                patience = Deadline.after(_LAST_READERS)
+                if self.views_sender and not await self._leave_sender(patience, keep=False):
+                    # Another process's sender keeps that memory until this process has ended.
+                    logger.warning("worker %d is closed although its model is in use", self.worker)
             finally:
                 self._unguard()
                 self._release(back_buffers)

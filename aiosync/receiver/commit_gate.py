@@ -41,20 +41,29 @@ if TYPE_CHECKING:
 _ORDERED: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 # The innermost pinned body that this task is in, or was started in.
 _body: ContextVar[PinnedBody | None] = ContextVar("aiosync_body", default=None)
-_DRAIN = 5.0
-"""Seconds that :meth:`CommitGate.drain` waits."""
 _LOOK = 0.005
 """Seconds between two looks at whether readers have left."""
 
 
 class PinnedBody:
-    """The body of one ``pinned()``, and the bodies around it that have not ended."""
+    """The body of one ``pinned()``, and the bodies around it that have not ended.
 
-    def __init__(self, around: PinnedBody | None) -> None:
+    Entering it makes it the innermost one of its task, or of its thread.
+    """
+
+    def __init__(self) -> None:
         self.ended = False
-        self._around = around
+        self._around = _body.get()
         for body in self:  # a chain of tasks, each started by the one before, keeps none that has ended
             body._around = _not_ended(body._around)
+
+    def __enter__(self) -> None:
+        self._reset = _body.set(self)
+
+    def __exit__(self, *exc: object) -> None:
+        self.ended = True
+        with suppress(ValueError):  # an abandoned generator is closed in another context than its own
+            _body.reset(self._reset)
 
     def __iter__(self) -> Iterator[PinnedBody]:
         """Yield the body, and those around it."""
@@ -285,12 +294,12 @@ class CommitGate:
             except TimeoutError:
                 raise deadline.error("pin", hint="a commit waits for other readers to leave") from None
 
-    async def drain(self) -> bool:
+    async def drain(self, deadline: Deadline) -> bool:
         """Wait until the readers that are inside now have left, but for the bodies that the caller is in.
 
-        Returns False if one is still inside after some seconds.
+        Returns False if one is still inside at the deadline.
         """
-        own, deadline = [*(_body.get() or ())], Deadline.after(_DRAIN)
+        own = [*(_body.get() or ())]
         left = [ticket for ticket in self.readers() if ticket not in own]
         # Looked at again and again, because most readers leave without the lock, and say nothing.
         while left and deadline.remaining():
@@ -305,16 +314,13 @@ class CommitGate:
         Raises:
             SyncTimeoutError: a commit waited for other readers until the deadline.
         """
-        body = PinnedBody(_body.get())
+        body = PinnedBody()
         await self.enter(body, body, deadline)
-        reset = _body.set(body)
         try:
-            yield applier.in_service
+            with body:
+                yield applier.in_service
         finally:
-            body.ended = True
             self.leave(body)
-            with suppress(ValueError):  # an abandoned generator is closed in another context than its own
-                _body.reset(reset)
 
     def enter_blocking(self, ticket: object, reader: object, seconds: float) -> bool:
         """Become a reader in a thread, after waiting for ``seconds`` at most. Return whether it is one."""

@@ -67,10 +67,7 @@ class CommitWait:
         try:
             await job.done.wait()
         except asyncio.CancelledError:
-            if isinstance(job, CommitJob):
-                job.withdraw()
-            else:
-                leave(job)
+            self.take_back()
             raise
         finally:
             self.job = None
@@ -98,8 +95,15 @@ class CommitWait:
         self._long_inside = readers
         self.withdraw()
 
+    def take_back(self) -> None:
+        """Withdraw the commit that waits, for its update to be staged and committed anew."""
+        if isinstance(self.job, CommitJob):
+            self.job.withdraw()
+        elif self.job is not None:
+            leave(self.job)
+
     def withdraw(self) -> None:
-        """Withdraw the commit that waits, if one does and has not run."""
+        """Withdraw the commit that waits, if one does and has not run. Its update will not be committed."""
         if isinstance(self.job, CommitJob):
             self.job.withdraw()
         elif self.job is not None:

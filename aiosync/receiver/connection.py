@@ -217,10 +217,12 @@ class Connector:
         connection = self.connection
         # The sender does not reuse the slot that this process views until this process has reconnected or
         # ended; or, if the sender dropped this worker, until this side has closed the connection.
-        await self.applier.detach()
+        deadline = Deadline.after(self.seconds)
+        if not await self.applier.detach(deadline):
+            self.give_up(f"{connection.down}; {self.seconds:g} s later the model was still in use")
+            return False
         connection.confirm_release()
         reason, last = connection.down, ""
-        deadline = Deadline.after(self.seconds)
         # One more attempt after the deadline: the event loop may have been blocked until then.
         for pause in chain(pauses(deadline), [0.0]):
             await asyncio.sleep(pause)

@@ -78,11 +78,16 @@ def join(
 
 
 def leave(part: JointPart) -> None:
-    """Remove a part that will join again. Nothing happens if it has been committed."""
+    """Remove a part that will be staged anew and join again, unless it has been committed.
+
+    Its ``done`` is cancelled.
+    """
     with LOCK:
         found = _joints.get(part.key)
-        if found is not None and found.withdraw():
+        if found is not None and part in found.parts and found.withdraw():
             found.parts.remove(part)
+            part.done.cancel()
+            part.done.wake()
 
 
 def drop_out(part: JointPart) -> None:

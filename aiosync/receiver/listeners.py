@@ -46,6 +46,25 @@ class UpdateListener:
         """In another thread, at the beginning of its first forward pass with a version."""
 
 
+class Notifier:
+    """Notifies one listener of one receiver's versions. The attributes say what it has to be notified of."""
+
+    def __init__(self, listener: UpdateListener) -> None:
+        self.listener = listener
+        self.cascades = listener.cascades
+        # What a commit calls; None, if that does nothing.
+        heard = type(listener).committed is not UpdateListener.committed
+        self.committed = listener.committed if heard else None
+        self.hears_acting = type(listener).acting is not UpdateListener.acting
+        self._acted = -1  # the version that the listener was last notified of by acting()
+
+    def acting(self, version: int) -> None:
+        """A forward pass begins with this version: notify the listener if it is the first."""
+        if self._acted != version >= 0:
+            self._acted = version
+            self.listener.acting(version)
+
+
 async def cascade(listener: UpdateListener, model_id: str, weights: Any, threads: Offloader | None) -> None:
     """Call ``listener.updating()``, in a thread if ``threads`` are given.
 

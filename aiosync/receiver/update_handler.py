@@ -24,7 +24,7 @@ from aiosync.receiver.listeners import ReceiverReporter
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
 from aiosync.stats import SchemeStats
 from aiosync.transfer.stream import BaseLostError
-from aiosync.weights.binding import StaleConversion
+from aiosync.weights.binding import StaleStaging
 
 _STAGED_AFTER = 0.02
 """Seconds that a commit waits before the sender is informed. Most forward passes have ended by then. For each
@@ -140,7 +140,7 @@ class UpdateHandler:
             self.pending = None
         elif isinstance(error, Overtaken | BaseLostError):
             self._skip(whole=isinstance(error, BaseLostError))
-        elif isinstance(error, StaleConversion):
+        elif isinstance(error, StaleStaging):
             pending.staged = None  # the bytes that it was staged from are still here: it is staged again
         else:
             self.pending = None

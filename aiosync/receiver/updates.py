@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from torch import Tensor
 
+from aiosync._deadline import Deadline
 from aiosync.errors import LayoutMismatchError
 from aiosync.protocol.frames import Update, Welcome
 from aiosync.transfer.base import InboundTransfer
@@ -161,9 +162,9 @@ class Applier(ABC):
         """Called when the connection to the sender is lost."""
         return
 
-    async def detach(self) -> None:
-        """The connection is lost: stop using the sender's memory."""
-        return
+    async def detach(self, deadline: Deadline) -> bool:
+        """The connection is lost: stop using the sender's memory. Return whether that was done in time."""
+        return True
 
     # -- one update ------------------------------------------------------------------------------
 

@@ -356,15 +356,15 @@ class RelayForwarder(Applier):
         if wait is not None:
             wait.reschedule(self._home.time())
 
-    async def detach(self) -> None:
+    async def detach(self, deadline: Deadline) -> bool:
         write, landing = self._write, self._landing
-        if write is None or landing is None or not landing.take_back():
-            return
-        # No update has begun to arrive in the slot: the version that it holds is the newest again.
-        self._write, self.may_fetch = None, False
-        write.group.discard(write)
-        if write.reclaimed and landing.front is None:
-            landing.front = write.slot
+        if write is not None and landing is not None and landing.take_back():
+            # No update has begun to arrive in the slot: the version that it holds is the newest again.
+            self._write, self.may_fetch = None, False
+            write.group.discard(write)
+            if write.reclaimed and landing.front is None:
+                landing.front = write.slot
+        return True
 
     async def close(self) -> None:
         self._listener.stop()

@@ -74,7 +74,7 @@ class WorkerConnection:
     @property
     def has_pending(self) -> bool:
         """Whether a version is on its way to the worker that it has not answered for."""
-        waits = self.session.state is SenderState.WELCOMING or self.group.awaits_overflow(self.worker)
+        waits = self.session.state is SenderState.WELCOMING or self.group.overflow_for(self.worker)
         return bool(waits or self.notified or self._revoked or self._in_flight)
 
     @property
@@ -86,8 +86,7 @@ class WorkerConnection:
     @property
     def target_version(self) -> int:
         """The version that the worker will run on once it has answered for all versions; -1: none."""
-        group = self.group
-        overflow = group.overflow if group.awaits_overflow(self.worker) else None
+        overflow, group = self.group.overflow_for(self.worker), self.group
         welcomed = group.newest if self.session.state is SenderState.WELCOMING else None
         newest = overflow or self.notified or self._revoked or self._in_flight or self._current or welcomed
         return newest.version if newest else -1
@@ -141,10 +140,12 @@ class WorkerConnection:
             case Fetch():
                 self._fetched = event
                 if self._in_flight is not None:  # the worker gives back what it has not answered for
-                    self._keep_notified(self._in_flight)
+                    given_back = self._in_flight
+                    self._keep_notified(given_back)
                     self._answered(accepted=False)
-                if self.notified is not None:
-                    self.offer_next()
+                    if self.notified is None and self._revoked is not given_back:
+                        self.miss(given_back.version)
+                self.offer_next()
             case Staged(copied=copied):
                 self.staged = True
                 if copied:
@@ -215,10 +216,8 @@ class WorkerConnection:
             if notified is not None and group.offerable(notified) and self.outbound.can_start(notified):
                 self._offer(notified)
         elif state is SenderState.WELCOMING and group.offerable(group.newest):
-            assert group.newest is not None
             self.session.welcome(self._welcome())
-            group.address(self.worker)
-            self.notify(group.newest)
+            self.notify(group.welcomed(self.worker))
             self.transport.flush(self.session)
         elif self.session.outgoing:
             self.transport.flush(self.session)

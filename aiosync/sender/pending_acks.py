@@ -160,9 +160,12 @@ class AwaitedAcks:
         return awaited
 
     def missed(self, report: WorkerReport, version: int) -> None:
-        """A worker gets no newer version than this one: the report is its answer for those."""
+        """A worker gets no newer version than this one: the report is its answer for those.
+
+        A call that waits for its first version goes on, since the next one will do.
+        """
         for acks in self.tracked:
-            if acks.wanted(report.worker) > version:
+            if acks.wanted(report.worker) > version and acks.phase != "connect":
                 acks.settle(report)
 
     def include(self, worker: int) -> None:

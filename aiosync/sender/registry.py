@@ -388,4 +388,4 @@ class WorkerRegistry:
 
 
 def _overwritten() -> AiosyncError:
-    return AiosyncError("the version that it was to get was overwritten by a send that failed: send again")
+    return AiosyncError("the version that it was to get was overwritten before it had it: send again")

@@ -324,6 +324,7 @@ class WorkerGroup:
             for worker, before in write.addressed.items():
                 if self.addressed.get(worker) == version:
                     self.addressed[worker] = before
+            self.lost = {worker: lost for worker, lost in self.lost.items() if lost < version}
         else:
             self.changes.keep(version)
         if write.fallback is not None:
@@ -366,12 +367,13 @@ class WorkerGroup:
         """Whether the slot still holds this version: not if it is being overwritten."""
         return published is not None and published.slot.version == published.version
 
-    def address(self, worker: int) -> None:
-        """A worker has joined: the newest version is for it, and a newer one that waits for a slot."""
+    def welcomed(self, worker: int) -> SlotVersion:
+        """A worker joins. Return its first version. One that waits for a slot is for it too."""
         assert self.newest is not None
         self.addressed[worker] = (self.overflow or self.newest).version
         if self.overflow is not None:
             self._overflow_targets.add(worker)
+        return self.newest
 
     def forget(self, worker: int) -> None:
         """This worker has gone, and will not come back under its index."""
@@ -379,9 +381,9 @@ class WorkerGroup:
         self.addressed.pop(worker, None)
         self.lost.pop(worker, None)
 
-    def awaits_overflow(self, worker: int) -> bool:
-        """Whether the overflow version is for this worker."""
-        return self.overflow is not None and worker in self._overflow_targets
+    def overflow_for(self, worker: int) -> SlotVersion | None:
+        """The overflow version, if it is for this worker."""
+        return self.overflow if worker in self._overflow_targets else None
 
     # -- the end --------------------------------------------------------------------------------
 

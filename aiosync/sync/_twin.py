@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import aiosync
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError
+from aiosync.receiver.commit_gate import PinnedBody
 from aiosync.receiver.give_way import give_way
 from aiosync.reports import SendReport
 from aiosync.sync._bases import document
@@ -120,17 +121,18 @@ class BlockingTwin:
             return
         receiver = self._async.get_receiver()
         seconds = self._async._spec.seconds(timeout)
-        ticket = object()
+        body = PinnedBody()
         gate = receiver.model_applier.gate
         try:
             try:
-                if not gate.enter_blocking(ticket, threading.get_ident(), seconds):
+                if not gate.enter_blocking(body, threading.get_ident(), seconds):
                     raise SyncTimeoutError("pin", seconds=seconds, hint="a commit waits for other readers")
-                yield receiver.version
+                with body:
+                    yield receiver.version
             finally:
-                give_way(gate.yield_request, committed=gate.leave(ticket))
+                give_way(gate.yield_request, committed=gate.leave(body))
         finally:
-            gate.leave(ticket)  # an interrupt may have ended the call above
+            gate.leave(body)  # an interrupt may have ended the call above
 
     # -- methods that the asyncio schemes do not have --------------------------------------------------
 

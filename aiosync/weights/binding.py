@@ -24,10 +24,10 @@ from aiosync.weights.walk import TORCH_EXTRA_STATE, is_extra_state
 CommitMode: TypeAlias = Literal["flip", "copy"]
 
 
-class StaleConversion(Exception):
-    """A value was converted for a tensor whose dtype has changed since.
+class StaleStaging(Exception):
+    """What was staged is for another model, or for a tensor whose dtype has changed since.
 
-    A second conversion would lose bits, so the value that was sent has to be staged again.
+    The values that were sent have to be staged again: a second conversion would lose bits.
     """
 
 

@@ -30,7 +30,7 @@ from aiosync.weights.binding import (
     CommitMode,
     FlippedViews,
     Staged,
-    StaleConversion,
+    StaleStaging,
     names_to_flip,
 )
 from aiosync.weights.extra_state import applying_extra_state
@@ -318,7 +318,7 @@ class ModuleBinding(Binding):
 
     def _check_conversion(self, name: str, target: Tensor, view: Tensor) -> None:
         if view.dtype is not target.dtype and view.dtype is not self.layout[name].dtype:
-            raise StaleConversion(f"{name} was converted to {view.dtype}; the model has {target.dtype} now")
+            raise StaleStaging(f"{name} was converted to {view.dtype}; the model has {target.dtype} now")
 
     def _point_at(self, new: FlippedViews) -> Sequence[Tensor]:
         """Re-point the flipped tensors; returns what they viewed before. Either all change or none."""

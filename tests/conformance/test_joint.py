@@ -17,10 +17,11 @@ from aiosync import (
     SyncTimeoutError,
     WorkerLostError,
 )
-from tests.kit.cases import SchemeCase
-from tests.kit.clock import BRIEF, steps, within
+from tests.kit.cases import SCHEMES, SchemeCase
+from tests.kit.clock import BRIEF, eventually, steps, within
 from tests.kit.local import LocalCluster
-from tests.kit.models import Norm, fill, value_of
+from tests.kit.models import Norm, Uniform, fill, value_of
+from tests.kit.seams import waits_for_readers
 
 
 async def _send_both(*clusters: LocalCluster, **options: Any) -> aiosync.JointUpdate:
@@ -78,6 +79,21 @@ async def test_a_joint_update_waits_for_both_pins(case: SchemeCase) -> None:
                 assert value_of(one.model) == 0
         await within(joint)
         assert value_of(one.model) == value_of(two.model) == 1
+
+
+async def test_a_model_is_replaced_while_its_part_waits() -> None:
+    (case,) = (case for case in SCHEMES if case.name == "shared")
+    async with LocalCluster(case, workers=1) as policy, LocalCluster(case, workers=1) as value:
+        one, another = policy.workers[0], Uniform(-1.0)
+        fill(policy.model, 1)
+        fill(value.model, 1)
+        async with one.scheme.pinned():
+            joint = asyncio.create_task(_send_both(policy, value))
+            await eventually(lambda: waits_for_readers(one.scheme), "the part waits")
+            await within(one.scheme.rebind(model=another))
+            assert value_of(another) == value_of(value.workers[0].model) == 0
+        await within(joint)
+        assert value_of(another) == value_of(value.workers[0].model) == 1
 
 
 class _Context:

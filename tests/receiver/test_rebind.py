@@ -15,7 +15,7 @@ from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
-from tests.kit.seams import binding_of, connections_of, waits_for_readers
+from tests.kit.seams import binding_of, connections_of, session_of, waits_for_readers
 
 CASES = {case.name: case for case in SCHEMES}
 
@@ -233,10 +233,14 @@ async def test_receive_gives_what_has_come_before_it_was_called(case: SchemeCase
 
 @pytest.mark.timeout(60)  # a call that spins cannot be cancelled
 @pytest.mark.parametrize("inside", [False, True])
-async def test_an_update_waits_for_the_caller(case: SchemeCase, inside: bool) -> None:
+async def test_an_update_waits_for_the_caller(
+    case: SchemeCase, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is applied to the other model, whether the call is made in the body or directly after it."""
     async with LocalCluster(case, workers=1) as cluster:
         worker, another = cluster.workers[0], Uniform(-1.0)
+        session, skips = session_of(worker.scheme), []
+        monkeypatch.setattr(session, "skip", lambda skip=session.skip: skips.append(skip()))
         fill(cluster.model, 1)
         async with worker.scheme.pinned():
             sending = asyncio.create_task(cluster.scheme.send())
@@ -248,3 +252,5 @@ async def test_an_update_waits_for_the_caller(case: SchemeCase, inside: bool) ->
             await worker.scheme.rebind(model=another)
         await within(sending)
         assert value_of(another) == 1
+        if case.name == "tcp":  # the bytes are here, and are not sent again
+            assert not skips

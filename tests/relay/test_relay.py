@@ -20,6 +20,7 @@ from aiosync import (
     WeightRelay,
     WorkerLostError,
 )
+from aiosync._deadline import Deadline
 from aiosync.protocol.frames import Update
 from aiosync.relay.forwarder import RelayForwarder
 from aiosync.transfer.slots import Lease, release_all
@@ -465,7 +466,7 @@ async def test_the_newest_version_is_kept_until_there_is_a_newer_one(size: int, 
             assert applier is not None
             await applier.make_room()  # as if the trainer had announced version 2
             assert applier._write is not None and applier._write.reclaimed
-            await applier.detach()
+            await applier.detach(Deadline.after(0.0))
             assert not applier.may_fetch
         # The trainer sends nothing more. The worker that is behind gets what it was notified of.
         behind.session.applied(0, {}, wanting=True)

@@ -152,7 +152,7 @@ async def test_a_version_that_is_being_overwritten_is_not_acknowledged(begun: bo
             await worker.serve()
         if begun:  # version 1 is lost, which is not the worker's fault
             for call in (waiting, cluster.scheme.wait_ack(0)):
-                with pytest.raises(AiosyncError, match="overwritten by a send that failed"):
+                with pytest.raises(AiosyncError, match="overwritten before it had it"):
                     await within(call)
             await cluster.scheme.send(wait=False)
         else:
@@ -214,7 +214,7 @@ async def test_an_overflow_version_that_is_lost_is_not_acknowledged() -> None:
             )
             publication.writes[0].begun = True
             publication.publisher.discard(publication)
-        with pytest.raises(AiosyncError, match="overwritten by a send that failed"):
+        with pytest.raises(AiosyncError, match="overwritten before it had it"):
             await within(cluster.scheme.wait_ack())
         for lease in kept:
             lease.release()

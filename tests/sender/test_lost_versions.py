@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,7 +17,7 @@ from aiosync.transfer.slots import LeaseKind
 from tests.kit.cases import SCHEMES
 from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.local import LocalCluster
-from tests.kit.models import fill, value_of
+from tests.kit.models import Uniform, fill, value_of
 from tests.kit.seams import (
     binding_of,
     connections_of,
@@ -28,7 +29,7 @@ from tests.kit.seams import (
 )
 
 SHARED = next(case for case in SCHEMES if case.name == "shared")
-OVERWRITTEN = "overwritten by a send that failed"
+OVERWRITTEN = "overwritten before it had it"
 
 
 @asynccontextmanager
@@ -160,8 +161,10 @@ async def test_the_version_before_is_the_newest_if_the_lost_one_is_withdrawn() -
         with pytest.raises(AiosyncError, match=OVERWRITTEN):
             await within(sending)
         assert cluster.scheme.version == 0
+        assert (await within(cluster.scheme.wait_ack(0))).workers[0].version == 0
         await within(late.connect())  # with the version before, which is whole
         assert value_of(late.model) == 0
+        assert (await within(cluster.scheme.wait_ack(1))).ok
 
 
 async def test_a_number_that_a_worker_has_taken_along_is_not_used_again(
@@ -190,6 +193,28 @@ async def test_a_number_that_a_worker_has_taken_along_is_not_used_again(
                 await within(sending)
         fill(cluster.model, 2)
         assert (await within(cluster.scheme.send(worker_ids=0))).version == 2
+
+
+async def test_a_version_is_given_back_after_its_slot_was_used_again() -> None:
+    case = next(case for case in SCHEMES if case.name == "process")
+    async with LocalCluster(case, workers=2) as cluster:
+        first, _ = cluster.workers
+        fill(cluster.model, 1)
+        outside = contextvars.copy_context()
+        async with first.scheme.pinned():
+            sending = asyncio.create_task(cluster.scheme.send(worker_ids=0))
+            connection = connections_of(cluster.scheme)[0]
+            await eventually(lambda: connection.staged, "the worker has copied version 1")
+            for _ in range(4):  # more than there are slots
+                await cluster.scheme.send(worker_ids=1)
+            another = asyncio.create_task(first.scheme.rebind(model=Uniform()), context=outside)
+            with pytest.raises(AiosyncError, match=OVERWRITTEN):
+                await within(sending)
+            with pytest.raises(AiosyncError, match=OVERWRITTEN):
+                await within(cluster.scheme.wait_ack(0))
+        await within(another)
+        assert (await within(cluster.scheme.send())).ok
+        assert (await within(cluster.scheme.wait_ack())).ok
 
 
 def test_a_dropped_worker_releases_with_its_last_goodbye() -> None:

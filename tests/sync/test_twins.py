@@ -37,9 +37,9 @@ KINDS = [
 class Pair:
     """A sender and one receiver in this process."""
 
-    def __init__(self, kind: type[sync.WeightSyncScheme]) -> None:
-        self.model = torch.nn.Linear(3, 2)
-        self.mirror = torch.nn.Linear(3, 2)
+    def __init__(self, kind: type[sync.WeightSyncScheme], size: int = 3) -> None:
+        self.model = torch.nn.Linear(size, 2)
+        self.mirror = torch.nn.Linear(size, 2)
         self.sender = kind(timeout=TIMEOUT)
         self.sender.init_on_sender(model_id="policy", model=self.model, num_workers=1)
         self.receiver = copy.copy(self.sender)
@@ -107,6 +107,18 @@ def test_entering_a_connected_scheme_leaves_it_connected() -> None:
             with pytest.raises(aiosync.AlreadyConnectedError), scheme:
                 raise AssertionError("it was entered")
         assert pair.sender.send().ok
+
+
+def test_a_pinned_body_closes_its_own_receiver(caplog: pytest.LogCaptureFixture) -> None:
+    """A large model, which views the sender's memory: nothing but the body itself reads it there."""
+    with Pair(sync.SharedMemWeightSyncScheme, size=600) as pair:
+        lost: list[Any] = []
+        pair.sender.on_event(lambda event: lost.append(event) if event.kind == "lost" else None)
+        with pair.receiver.pinned(), pair.receiver.pinned():
+            pair.receiver.close()
+        assert "although its model is in use" not in caplog.text
+        pair.sender.close()
+        assert [event.message for event in lost] in ([], ["the worker has closed"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
