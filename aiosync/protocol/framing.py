@@ -16,7 +16,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from aiosync.errors import FrameError, ProtocolError
-from aiosync.protocol.frames import GREETING, PROTOCOL_VERSION, Frame, Inbound, Update
+from aiosync.protocol.frames import (
+    GREETING,
+    PROTOCOL_VERSION,
+    Bye,
+    Frame,
+    Inbound,
+    Interrupt,
+    Nack,
+    Refused,
+    Update,
+)
 
 _QUOTED = 300
 """Characters of a peer's text that an error quotes."""
@@ -34,6 +44,9 @@ HEADER_SIZE = _HEADER.size
 
 A = TypeVar("A", bound=msgspec.Struct)
 B = TypeVar("B", bound=msgspec.Struct)
+
+_WITH_MESSAGES = (Bye, Interrupt, Nack, Refused)
+"""Frames with the text of an exception."""
 
 _encoder = msgspec.msgpack.Encoder()
 _last_update: tuple[Update, bytes] | None = None
@@ -92,7 +105,12 @@ def encode(frame: Frame) -> bytes:
     last = _last_update
     if last is not None and last[0] is frame:
         return last[1]
-    body = _encoder.encode(frame)
+    try:
+        body = _encoder.encode(frame)
+    except UnicodeEncodeError:
+        if not isinstance(frame, _WITH_MESSAGES):
+            raise
+        body = _encoder.encode(_without_surrogates(frame))
     compressed = len(body) > _LONG  # a layout of thousands of names compresses well
     if compressed:
         body = zlib.compress(body, 1)
@@ -100,6 +118,20 @@ def encode(frame: Frame) -> bytes:
     if type(frame) is Update:
         _last_update = frame, data
     return data
+
+
+def _without_surrogates(value: Any) -> Any:
+    """A frame with texts that UTF-8 can carry. An exception's text may name a file that it cannot."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_surrogates(each) for each in value]
+    if isinstance(value, msgspec.Struct):
+        texts = {name: _without_surrogates(getattr(value, name)) for name in value.__struct_fields__}
+        return msgspec.structs.replace(value, **texts)
+    return value
 
 
 def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:

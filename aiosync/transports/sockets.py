@@ -11,6 +11,7 @@ import array
 import fcntl
 import ipaddress
 import os
+import select
 import socket
 import struct
 import sys
@@ -103,6 +104,13 @@ class _HasDescriptor(Protocol):
 
 
 _not_for_children: weakref.WeakSet[_HasDescriptor] = weakref.WeakSet()
+
+
+def is_writable(fd: int) -> bool:
+    """Whether poll() finds a descriptor writable now."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def close_in_children(sock: _HasDescriptor) -> None:

@@ -9,7 +9,7 @@ update is little more than one frame in each direction, and streams would add a 
 
 States: NEW (no socket) → OPEN → ENDED; OPEN → CLOSING → ENDED.
 In CLOSING nothing is read, and what the kernel has not taken is still written, for a bounded time. Only the
-event loop's thread uses the socket. Opening a connection awaits nothing. A cancellation does not interrupt
+event loop's thread uses the socket. A cancellation does not interrupt
 ``aclose``.
 """
 
@@ -26,11 +26,12 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, pauses
 from aiosync.errors import WorkerLostError
 from aiosync.transports.base import FramedTransport, Listener, OnConnection, OnLost
-from aiosync.transports.sockets import credentials, has_broken
+from aiosync.transports.sockets import close_in_children, credentials, has_broken
 
 logger = logging.getLogger("aiosync")
 
@@ -69,15 +70,24 @@ class UnixConnection(FramedTransport):
         return self._peer_pid
 
     async def open(self, deadline: Deadline) -> None:
-        """Connect to the sender, which has been listening since ``init_on_sender``. Does not wait.
+        """Connect to the sender, which has been listening since ``init_on_sender``.
+
+        Waits only while more workers connect at once than the system lets wait (somaxconn).
 
         Raises:
-            WorkerLostError: no sender listens at the address.
+            WorkerLostError: no sender listens at the address, or it accepts no connection.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            sock.connect(_os_address(self._address))
+            for pause in chain(pauses(deadline), [None]):
+                try:
+                    sock.connect(_os_address(self._address))
+                    break
+                except BlockingIOError:
+                    if pause is None:
+                        raise
+                    await asyncio.sleep(pause)
             self._adopt(sock)
         except BaseException as exc:
             sock.close()
@@ -88,6 +98,7 @@ class UnixConnection(FramedTransport):
     def _adopt(self, sock: socket.socket) -> None:
         """Take ownership of a connected, non-blocking socket."""
         self._peer_pid, _ = credentials(sock)
+        close_in_children(sock)
         asyncio.get_running_loop().add_reader(sock.fileno(), self._readable)
         self._sock = sock
         if self._on_open is not None:
@@ -220,6 +231,7 @@ class UnixListener(Listener):
         abstract = f"@aiosync-{secrets.token_hex(16)}"
         self.address = abstract if self._folder is None else os.path.join(self._folder, "socket")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        close_in_children(self._socket)  # in a child it would take connections that nothing serves
         self._socket.bind(_os_address(self.address))
         self._socket.listen(_BACKLOG)
         self._socket.setblocking(False)

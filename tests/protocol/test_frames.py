@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiosync.errors import FrameError
+from aiosync.errors import FrameError, LayoutMismatchError
 from aiosync.protocol import frames as f
 from aiosync.protocol import framing
+from aiosync.protocol.nack import nack_of
 from tests.kit.strategies import nacks
 
 text = st.text(max_size=20)
@@ -190,3 +191,13 @@ def test_an_update_for_many_workers_is_encoded_once(updates: list[f.Update], dra
         encoded = framing.encode(sent)
         assert framing.encode(sent) is encoded
         assert [*framing.FrameDecoder(ANY).feed(encoded)] == [sent]
+
+
+def test_a_refusal_whose_text_no_file_can_have() -> None:
+    error = LayoutMismatchError(unexpected=["weight\udc80"])
+    for sent in (nack_of(3, ValueError("of \udcff")), nack_of(3, error), f.Bye(reason="\ud83d")):
+        decoder = framing.FrameDecoder()
+        decoder.inbound = f.FROM_WORKER
+        (found,) = decoder.feed(framing.encode(sent))
+        assert type(found) is type(sent)
+        assert "?" in str(found)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ from aiosync import (
 )
 from aiosync.transports.tcp.connection import TCPConnection
 from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
+from aiosync.transports.torch_distributed.store import StoreAddress
 from tests.kit.cases import SCHEMES, SchemeCase, distributed
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
@@ -115,6 +118,60 @@ async def test_nothing_listens_at_all_addresses(collective: Literal["p2p", "broa
         new = {ip for ip, _ in _listens_at() - before}
         assert "127.0.0.1" in new  # the store's, at least
         assert not new & {"0.0.0.0", "::", "::ffff:0.0.0.0"}
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "expected"),
+    [
+        ("127.0.0.1", "127.0.0.1", ("127.0.0.1", "127.0.0.1")),
+        ("localhost", "127.0.0.1", ("127.0.0.1", "127.0.0.1")),
+        ("node0", "127.0.1.1", ("0.0.0.0", "node0")),  # as Debian has it in /etc/hosts
+        ("::1", "::1", ("::1", "::1")),
+    ],
+)
+def test_where_a_sender_listens(
+    host: str, resolved: str, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *args, **kw: resolve(resolved, *args, **kw))
+    assert StoreAddress(host=host, port=29500).hosts() == expected
+
+
+def test_a_store_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **more: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(InvalidArgumentError, match="'nowhere' has no address"):
+        StoreAddress(host="nowhere", port=29500).hosts()
+
+
+async def test_a_name_that_is_none_is_not_the_end_of_the_lookup() -> None:
+    store = a_store()
+    async with pair_over({"store": store.clone()}, {"store": store.clone()}) as it:
+        await _sends(*it)
+        PrefixStore("aiosync/policy", store).queue_push("arrivals", b"\xff")
+        theirs: LocalWorker = it[2]
+        await theirs.close()
+        again = copy.copy(theirs.scheme)
+        again.init_on_receiver(model_id="policy", model=Uniform(), worker_idx=0)
+        await within(again.connect())
+        await within(again.aclose())
+
+
+async def test_two_senders_of_one_model() -> None:
+    store = a_store()
+    schemes = [DistributedWeightSyncScheme(store=store.clone(), timeout=PATIENCE) for _ in range(2)]
+    for scheme in schemes:
+        scheme.init_on_sender(model_id="policy", model=Uniform(), num_workers=1)
+    await within(schemes[0].connect(min_workers=0))
+    with pytest.raises(InvalidArgumentError, match="give each sender a model_id="):
+        await within(schemes[1].connect(min_workers=0))
+    for scheme in schemes:
+        await within(scheme.aclose())
+    schemes[1].init_on_sender(model_id="policy", model=Uniform(), num_workers=1)
+    await within(schemes[1].connect(min_workers=0))
+    await within(schemes[1].aclose())
 
 
 async def test_a_store_at_an_address_listens_there_alone() -> None:

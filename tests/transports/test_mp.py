@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
+import mmap
 import multiprocessing
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
@@ -329,3 +332,15 @@ async def test_listen_may_be_called_again_after_it_failed(
     for pair in pairs:
         for end in pair:
             end.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a pipe has one size")
+async def test_small_messages_to_a_pipe_of_two_pages() -> None:
+    """The size of a pipe of a user who has many."""
+    async with _queues() as ends:
+        pair = ends.listener.pairs[0]  # type: ignore[attr-defined]
+        for queue in (pair.to_worker, pair.to_sender):
+            fcntl.fcntl(queue._writer.fileno(), fcntl.F_SETPIPE_SZ, 2 * mmap.PAGESIZE)
+        pipe = QueuePipe(pair, pair.to_sender, pair.to_worker)
+        for _ in range(20):
+            pipe.put(bytes(100))

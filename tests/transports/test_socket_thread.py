@@ -6,7 +6,9 @@ import asyncio
 import errno
 import os
 import socket
+import ssl
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -15,7 +17,7 @@ import pytest
 
 from aiosync import TLSConfig
 from aiosync.errors import ProtocolError
-from aiosync.protocol.frames import MAX_FRAME, Bye, Chunk, End, Frame, Inbound, Update
+from aiosync.protocol.frames import FROM_SENDER, MAX_FRAME, Bye, Chunk, End, Frame, Inbound, Update
 from aiosync.protocol.framing import encode
 from aiosync.transports._loop_thread import LoopThread
 from aiosync.transports.tcp.socket_thread import SocketThread
@@ -243,3 +245,71 @@ async def test_what_waits_encrypted_for_a_peer_is_limited_too() -> None:
         await connection.aclose()
         thread.close()
         peer.close()
+
+
+async def test_a_peer_that_has_ended_its_tls_sends_nothing_more() -> None:
+    """Otherwise what it sends would be collected in the TLS layer, without a limit."""
+    config = certificates().config
+    config = TLSConfig(config.certfile, config.keyfile, config.cafile)
+    ours, theirs = socket.socketpair()
+    thread, owner = LoopThread("test-socket"), Owner()
+    connection = SocketThread(
+        thread,
+        ours,
+        TLSLayer(config.for_sender()),
+        on_open=owner.on_open,
+        on_frames=owner.on_frames,
+        on_end=owner.on_end,
+    )
+    connection.start(None)
+    peer = TLSLayer(config.for_worker(), "localhost")
+
+    def shake_hands() -> None:
+        while not peer.do_handshake():
+            theirs.sendall(peer.outgoing.read())
+            peer.incoming.write(theirs.recv(1 << 16))
+        theirs.sendall(peer.outgoing.read())
+
+    try:
+        await within(asyncio.to_thread(shake_hands))
+        await eventually(lambda: owner.open, "it is open")
+        with suppress(ssl.SSLWantReadError):
+            peer._tls.unwrap()
+        theirs.sendall(peer.outgoing.read())
+        await eventually(lambda: owner.ended is not None, "the connection has ended")
+        assert "has ended its TLS" in str(owner.ended)
+    finally:
+        await connection.aclose()
+        thread.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("stranger", [True, False])
+async def test_what_a_stranger_may_have_unread(stranger: bool) -> None:
+    ours, theirs = socket.socketpair()
+    thread = LoopThread("test-socket")
+    handled: list[int] = []
+    connection = SocketThread(
+        thread,
+        ours,
+        on_open=lambda: None,
+        on_frames=lambda frames: handled.append(len(frames)),
+        on_end=lambda reason, error: None,
+    )
+    if not stranger:
+        connection.decoder.inbound = FROM_SENDER
+    connection.start(None)
+    data = memoryview(encode(Bye(reason="x" * 1000)) * 2000)
+    theirs.setblocking(False)
+    try:
+        # This event loop is busy meanwhile, so that no frame is handled.
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            with suppress(BlockingIOError):
+                data = data[theirs.send(data) :]
+        assert connection._paused and not handled
+        assert (connection._decoded < 200_000) == stranger
+    finally:
+        await connection.aclose()
+        thread.close()
+        theirs.close()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 from typing import Any
 
 import pytest
 
+from aiosync._deadline import Deadline
+from aiosync.errors import WorkerLostError
 from aiosync.protocol.frames import FROM_SENDER, Abort, Bye, Frame
 from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.transports import unix_socket as shared_memory
@@ -250,3 +253,55 @@ async def test_an_error_of_a_handler_is_not_the_callers(error: BaseException, en
     assert [context["exception"] for context in reported] == [error]
     await transport.aclose()
     listener.close()
+
+
+async def test_more_workers_at_once_than_the_system_lets_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_BACKLOG", 0)
+    listener, accepted = UnixListener(), asyncio.Event()
+    transports = [UnixConnection(listener.address) for _ in range(4)]
+    opening = [asyncio.create_task(each.open(Deadline.after(10.0))) for each in transports]
+    await asyncio.sleep(0)
+    assert not all(task.done() for task in opening)
+    found: list[FramedTransport] = []
+
+    def on_connection(transport: FramedTransport) -> None:
+        found.append(transport)
+        if len(found) == len(transports):
+            accepted.set()
+
+    await listener.listen(on_connection, lambda worker, reason: None)
+    await asyncio.wait_for(asyncio.gather(*opening, accepted.wait()), 10)
+    for transport in (*transports, *found):
+        await transport.aclose()
+    listener.close()
+
+
+async def test_a_listener_that_is_full_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_BACKLOG", 0)
+    listener = UnixListener()
+    first, second = (UnixConnection(listener.address) for _ in range(2))
+    await first.open(Deadline.after(0.1))
+    with pytest.raises(WorkerLostError, match="connecting failed"):
+        await second.open(Deadline.after(0.1))
+    await first.aclose()
+    listener.close()
+
+
+async def test_a_forked_child_takes_no_connections() -> None:
+    listener = UnixListener()
+    parent, other = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        parent.close()
+        other.send(b".")
+        other.recv(1)
+        os._exit(0)
+    try:
+        assert parent.recv(1)
+        listener.close()
+        with pytest.raises(WorkerLostError, match="no sender listens"):
+            await UnixConnection(listener.address).open(Deadline.after(1.0))
+    finally:
+        parent.close()
+        other.close()
+        await asyncio.to_thread(os.waitpid, child, 0)

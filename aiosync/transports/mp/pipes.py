@@ -70,13 +70,16 @@ class ConnectionPipe(MessagePipe):
         asyncio.get_running_loop().remove_reader(sock.fileno())
         # A message that has arrived in part is read to its end: else the caller's next ``recv`` would read
         # the rest of it.
-        until = time.monotonic() + _GRACE
-        while self._buffer and select.select([sock], [], [], max(0.0, until - time.monotonic()))[0]:
-            data = sock.recv(missing(self._buffer), socket.MSG_DONTWAIT)
-            if not data:
-                break
-            self._split(data)
-        sock.close()
+        until, readable = time.monotonic() + _GRACE, select.poll()
+        readable.register(sock, select.POLLIN)
+        try:
+            while self._buffer and (left := until - time.monotonic()) > 0 and readable.poll(1e3 * left):
+                data = sock.recv(missing(self._buffer), socket.MSG_DONTWAIT)
+                if not data:
+                    break
+                self._split(data)
+        finally:
+            sock.close()
 
     def _readable(self) -> None:
         to_the_end = False

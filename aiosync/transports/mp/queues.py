@@ -20,7 +20,7 @@ from multiprocessing.queues import SimpleQueue
 from aiosync.transports._offload import post, start_thread
 from aiosync.transports.base import FramedTransport
 from aiosync.transports.mp.base import MessagePipe, MessagePipeListener, refuse_if_full, split_messages
-from aiosync.transports.sockets import ioctl_int
+from aiosync.transports.sockets import ioctl_int, is_writable
 
 _PIPE_SIZE = 1 << 18  # bytes that a queue's pipe holds, if the system allows it
 _OVERHEAD = 12  # most bytes of the length that precedes a message
@@ -96,8 +96,7 @@ class QueuePair:
         self._closing = 0  # id of the process that has called ``close``
         self.to_worker: SimpleQueue[bytes] = ctx.SimpleQueue()
         self.to_sender: SimpleQueue[bytes] = ctx.SimpleQueue()
-        for queue in (self.to_worker, self.to_sender):
-            _widen(_writer_fd(queue))
+        _widen(_writer_fd(self.to_worker))
 
     def left_locked(self) -> bool:
         """Return whether a worker was killed while it read or wrote: the queues are unusable then."""
@@ -204,7 +203,9 @@ def _pipe_room(fd: int) -> int:
     unread = ioctl_int(fd, termios.FIONREAD)
     # A pipe consists of pages. A message that does not fit into the rest of the last page starts a new page.
     # So unread messages can take up to twice their bytes.
-    return _pipe_size(fd) - (2 * (unread + mmap.PAGESIZE) if unread else 0)
+    room = _pipe_size(fd) - (2 * (unread + mmap.PAGESIZE) if unread else 0)
+    # A pipe that poll() finds writable has a page that is free. Where the user has many pipes, one has two.
+    return max(room, mmap.PAGESIZE if is_writable(fd) else 0)
 
 
 def _pipe_size(fd: int) -> int:

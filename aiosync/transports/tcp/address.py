@@ -68,6 +68,15 @@ def _is_host(text: str) -> bool:
         return False
 
 
+def is_ip_address(host: str) -> bool:
+    """Return whether ``host`` is an IP address, and not a name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
 def is_loopback(host: str) -> bool:
     """Return whether the IP address ``host`` can be reached only from this machine."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -164,6 +164,9 @@ class TCPConnection(FramedTransport):
                 self._deliver(frame)
         except ProtocolError as exc:
             self._lost(str(exc), exc)
+        except Exception as exc:
+            logger.error("a connection is closed after an unexpected error", exc_info=exc)
+            self.give_up(f"this side of its connection failed: {exc!r}")
 
     def _ended(self, reason: str, error: ProtocolError | None) -> None:
         self._lost(reason or "this side has closed the connection", error)
@@ -260,9 +263,14 @@ class DialledTransport(TCPConnection):
         raise TimeoutError
 
     async def _close(self) -> None:
-        await super()._close()
-        if self._thread is not None:
-            self._thread.close()
+        try:
+            await super()._close()
+        except BaseException:  # cancelled, although not by the caller: the event loop is being closed
+            self.abort()
+            raise
+        finally:
+            if self._thread is not None:
+                self._thread.close()
 
     def abandon_loop(self) -> None:
         super().abandon_loop()

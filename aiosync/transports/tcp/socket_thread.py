@@ -26,7 +26,7 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
 from aiosync.errors import HandshakeError, ProtocolError
-from aiosync.protocol.frames import Bye, Frame, Refused
+from aiosync.protocol.frames import GREETING, Bye, Frame, Refused
 from aiosync.protocol.framing import encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports._loop_thread import LoopThread
@@ -46,7 +46,8 @@ _WORTH_WAITING = 1 << 16
 # Seconds and microseconds that such a read may block. The thread handles no other event meanwhile.
 _LONGEST_READ = struct.pack("@ll", 0, 50_000)
 _GRACE = 1.0  # seconds that the other side has to close after our half-close
-_MAX_UNREAD = 1 << 19  # bytes of frames that may wait for the owner's loop before the thread stops reading
+# Bytes of frames that may wait for the owner's loop before the thread stops reading; and of a stranger's.
+_MAX_UNREAD, _MAX_UNREAD_GREETING = 1 << 19, 1 << 16
 _FRAME_COST = 1 << 9  # bytes that a waiting frame takes besides its encoded size
 
 _State = Enum("_State", "NEW HANDSHAKE OPEN CLOSING ENDED")
@@ -251,14 +252,18 @@ class SocketThread:
             self._framed = self.decoder.framed
             self._decoded += cost
             self.post(self._deliver, frames, cost)
-            if self._decoded - self._handled > _MAX_UNREAD:
+            if self._decoded - self._handled > self._max_unread:
                 self._paused = True
                 self.thread.loop.remove_reader(self._fd)
                 # If the owner's loop has counted meanwhile, it did not see that reading is paused.
                 self._resume_if_handled()
 
+    @property
+    def _max_unread(self) -> int:
+        return _MAX_UNREAD_GREETING if self.decoder.inbound is GREETING else _MAX_UNREAD
+
     def _resume_if_handled(self) -> None:
-        if self._paused and self._decoded - self._handled <= _MAX_UNREAD // 2:
+        if self._paused and self._decoded - self._handled <= self._max_unread // 2:
             self.thread.call(self._resume)
 
     def _resume(self) -> None:
@@ -348,6 +353,8 @@ class SocketThread:
     # -- on the owner's loop ---------------------------------------------------------------------------
 
     def _deliver(self, frames: list[Frame], cost: int) -> None:
-        self.on_frames(frames)
-        self._handled += cost
-        self._resume_if_handled()
+        try:
+            self.on_frames(frames)
+        finally:
+            self._handled += cost
+            self._resume_if_handled()

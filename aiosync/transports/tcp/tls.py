@@ -95,6 +95,10 @@ class TLSConfig:
             ) from exc
 
 
+_MOST_ANSWERS = 1 << 16
+"""Bytes of the TLS layer's own, such as answers to updates of keys, that may wait to be sent."""
+
+
 class TLSLayer:
     """The TLS of one connection, apart from its socket: bytes in, bytes out.
 
@@ -123,11 +127,20 @@ class TLSLayer:
             data = data[self._tls.write(data) :]
 
     def decrypt(self, buffer: memoryview) -> int:
-        """Decrypt received bytes into ``buffer``; returns how many bytes, 0 if more have to come."""
+        """Decrypt received bytes into ``buffer``; returns how many bytes, 0 if more have to come.
+
+        Raises:
+            ConnectionAbortedError: the peer has ended its TLS, or reads no answers of this layer. More bytes
+                from it would only be collected.
+        """
+        if self.outgoing.pending > _MOST_ANSWERS:
+            raise ConnectionAbortedError("the peer does not read what TLS answers")
         count = 0
         with suppress(ssl.SSLWantReadError):
             while count < len(buffer):
                 more = self._tls.read(len(buffer) - count, buffer[count:])
+                if not more and not count:
+                    raise ConnectionAbortedError("the peer has ended its TLS")
                 if not more:
                     break
                 count += int(more)

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports._offload import start_thread
 from aiosync.transports.sockets import inode, listening
-from aiosync.transports.tcp.address import is_loopback
+from aiosync.transports.tcp.address import is_ip_address, is_loopback
 
 logger = logging.getLogger("aiosync")
 
@@ -43,6 +43,7 @@ _c10d: Any = dist  # type checkers do not know the names of its stores
 _FOR_EVER = timedelta(days=365)
 _CONNECT = timedelta(seconds=60)
 _BACKLOG = 4096
+_EVERYWHERE = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,13 @@ class StoreAddress:
                 os.close(descriptor)
             raise
 
+    @property
+    def identity(self) -> object:
+        """Equal for two addresses of one store."""
+        if isinstance(self.store, _c10d.TCPStore):
+            return self.store.host, self.store.port
+        return id(self.store) if self.store is not None else (self.host, self.port)
+
     def by_address(self) -> StoreAddress:
         """Return the address of a given TCPStore, without the object; port 0 if it is another store."""
         if not isinstance(self.store, _c10d.TCPStore):
@@ -143,14 +151,30 @@ class StoreAddress:
             raise WorkerLostError((), f"no store at {self.host}:{self.port}: {first_line(exc)}") from exc
 
     def hosts(self) -> tuple[str, str]:
-        """Return where the sender has to listen, and this machine's address as the store's clients see it."""
+        """Return where the sender has to listen, and its host as the store's clients see it.
+
+        Another store than a TCPStore has no host: its clients are on this machine.
+
+        Raises:
+            InvalidArgumentError: the store's host has no address.
+        """
         store = without_prefix(self.store)
-        address = socket.gethostbyname(store.host if isinstance(store, _c10d.TCPStore) else self.host)
-        if is_loopback(address):
-            return "127.0.0.1", "127.0.0.1"
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, self.port or 1))  # sends nothing
-            return "0.0.0.0", str(probe.getsockname()[0])
+        host = store.host if isinstance(store, _c10d.TCPStore) else self.host
+        try:
+            # The first IPv4 address, as in _serve().
+            found = socket.getaddrinfo(host, self.port or 1, type=socket.SOCK_DGRAM)
+            family, kind, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                own = str(probe.getsockname()[0])
+        except OSError as exc:
+            raise InvalidArgumentError(f"the store's host {host!r} has no address: {exc}") from exc
+        if not is_loopback(own):
+            return _EVERYWHERE[family], own
+        if host == "localhost" or is_ip_address(host):
+            return own, own
+        # A machine's own name is often a loopback address in its /etc/hosts, and another one elsewhere.
+        return _EVERYWHERE[family], host
 
 
 def without_prefix(store: Any) -> Any:
@@ -178,7 +202,11 @@ class StoreResponder:
         self._closed = False
 
     def run(self) -> str:
-        """Block until :meth:`close`, or until the store is gone. Returns why it ended; empty: by close()."""
+        """Block until :meth:`close`, or until the store is gone, which is logged.
+
+        Returns:
+            Why it ended; empty: by :meth:`close`.
+        """
         while True:
             try:
                 name = self._store.queue_pop("arrivals")
@@ -187,8 +215,10 @@ class StoreResponder:
                         self._store.queue_push("arrivals", name)  # for the next sender
                     return ""
                 if name:
-                    self._reply(name.decode())
-            except (RuntimeError, UnicodeDecodeError) as exc:
+                    self._reply(name.decode(errors="replace"))
+            except RuntimeError as exc:
+                if not self._closed:
+                    logger.warning("workers that come now do not find their sender: %s", first_line(exc))
                 return first_line(exc)
 
     def _reply(self, name: str) -> None:

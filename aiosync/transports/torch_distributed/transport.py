@@ -16,12 +16,13 @@ import secrets
 from abc import abstractmethod
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import msgspec
 
 from aiosync._deadline import Deadline
-from aiosync.errors import ArenaAllocationError, ProtocolError, WorkerLostError
+from aiosync.errors import ArenaAllocationError, InvalidArgumentError, ProtocolError, WorkerLostError
 from aiosync.protocol.frames import Inbound
 from aiosync.transports._offload import DetachedThread, abandonable, start_thread
 from aiosync.transports.base import FramedTransport, Listener, OnConnection, OnLost
@@ -238,6 +239,9 @@ class StoreConnection(TorchDistributedTransport):
 class DistributedListener(TorchDistributedListener):
     """Listens for workers of ``model_id``, and publishes its address in a store."""
 
+    # Those of this process that answer workers.
+    _answering: ClassVar[WeakSet[DistributedListener]] = WeakSet()
+
     def __init__(
         self, store_address: StoreAddress, model_id: str | None, token: bytes, *, share_memory: bool = True
     ) -> None:
@@ -247,6 +251,13 @@ class DistributedListener(TorchDistributedListener):
         self._thread = DetachedThread("aiosync-store")
 
     async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
+        mine = self.store_address.identity, self._model_id
+        if any((other.store_address.identity, other._model_id) == mine for other in self._answering):
+            raise InvalidArgumentError(
+                f"model_id={self._model_id!r}: another sender of this process has it, and the same store. A "
+                "worker could get the weights of either: give each sender a model_id= of its own"
+            )
+        self._answering.add(self)
         await super().listen(on_connection, on_lost)
         answer = msgspec.msgpack.encode(self.address)
         respond = partial(StoreResponder, self._store, self._model_id, answer)
@@ -256,6 +267,7 @@ class DistributedListener(TorchDistributedListener):
 
     def stop(self) -> None:
         super().stop()
+        self._answering.discard(self)
         responder, self._responder = self._responder, None
         if responder is not None:
             start_thread(responder.close, "aiosync-store")
