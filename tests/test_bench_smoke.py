@@ -192,9 +192,10 @@ def test_every_case_is_a_command_with_help() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="torchrl is not installed")
-def test_sends_to_acting_workers_are_timed(tmp_path: Path) -> None:
-    path = tmp_path / "acting.json"
-    _run(f"acting --schemes=process --workers=1 --threads=1 --rounds=1 --sends=20 --json={path}")
+@pytest.mark.parametrize("every", [0, 5])
+def test_sends_to_acting_workers_are_timed(every: int, tmp_path: Path) -> None:
+    path, short = tmp_path / "acting.json", "--workers=1 --threads=1 --rounds=1 --sends=20"
+    _run(f"acting --schemes=process {short} --every={every} --json={path}")
     (found,) = json.loads(path.read_text(encoding="utf-8"))["acting"]
     for library in ("aiosync", "torchrl"):
         (turn,) = found[library]

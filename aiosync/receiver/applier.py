@@ -73,7 +73,6 @@ class WeightApplier(Applier):
         self._patience: float | None = None  # seconds that a guarded pass waits for a commit; None: no guard
         self._wait = CommitWait(self.gate)  # for readers, and for the other parts of a joint update
         self._staging = asyncio.Lock()  # held while an update is staged
-        self._rebinding = False  # whether rebind() goes on; it holds that lock too
 
     # -- the connection --------------------------------------------------------------------------
 
@@ -165,14 +164,10 @@ class WeightApplier(Applier):
             LayoutMismatchError: the sender's weights do not fit the model. Nothing has changed.
         """
         async with self._staging:
-            self._rebinding = True
-            try:
-                while (waiting := self._wait.job) is not None:  # it is staged for the former model
-                    self._wait.take_back()
-                    await waiting.done.wait()
-                await self._rebind(model, listener, may_view)
-            finally:
-                self._rebinding = False
+            while (waiting := self._wait.job) is not None:  # it is staged for the former model
+                self._wait.take_back()
+                await waiting.done.wait()
+            await self._rebind(model, listener, may_view)
 
     async def _rebind(self, model: WeightTarget | None, listener: UpdateListener, may_view: bool) -> None:
         inbound, former = self.inbound, self.model
@@ -303,7 +298,7 @@ class WeightApplier(Applier):
                 raise
         if not pending.committed:
             if job.done.cancelled():
-                raise StaleStaging if self._rebinding else Overtaken
+                raise StaleStaging if job.taken_back else Overtaken
             job.done.result()
         back_buffers.committed(pending.names)
 

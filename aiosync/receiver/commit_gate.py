@@ -64,6 +64,7 @@ class PinnedBody:
         self.ended = True
         with suppress(ValueError):  # an abandoned generator is closed in another context than its own
             _body.reset(self._reset)
+        del self._reset  # which has the bodies around this one, and their tasks' contexts
 
     def __iter__(self) -> Iterator[PinnedBody]:
         """Yield the body, and those around it."""

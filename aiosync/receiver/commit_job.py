@@ -108,6 +108,8 @@ class CommitJob:
         self.gates = tuple(gates)
         self.done = Outcome()
         self.running = False
+        # Whether it was withdrawn for its update to be staged anew.
+        self.taken_back = False
         self._commit = commit
         self._then = then
 

@@ -98,7 +98,7 @@ class CommitWait:
     def take_back(self) -> None:
         """Withdraw the commit that waits, for its update to be staged and committed anew."""
         if isinstance(self.job, CommitJob):
-            self.job.withdraw()
+            self.job.taken_back |= self.job.withdraw()
         elif self.job is not None:
             leave(self.job)
 

@@ -218,13 +218,14 @@ class Connector:
         # The sender does not reuse the slot that this process views until this process has reconnected or
         # ended; or, if the sender dropped this worker, until this side has closed the connection.
         deadline = Deadline.after(self.seconds)
-        if not await self.applier.detach(deadline):
-            self.give_up(f"{connection.down}; {self.seconds:g} s later the model was still in use")
-            return False
-        connection.confirm_release()
         reason, last = connection.down, ""
         # One more attempt after the deadline: the event loop may have been blocked until then.
-        for pause in chain(pauses(deadline), [0.0]):
+        attempts = chain(pauses(deadline), [0.0])
+        if await self.applier.detach(deadline):
+            connection.confirm_release()
+        else:
+            attempts, last = chain(), f"; {self.seconds:g} s later the model was still in use"
+        for pause in attempts:
             await asyncio.sleep(pause)
             try:
                 seconds = max(_ATTEMPT, min(_LONGEST_ATTEMPT, deadline.remaining()))

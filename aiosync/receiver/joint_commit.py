@@ -34,6 +34,8 @@ class JointPart:
     committing: Callable[[], AbstractContextManager[None]]
     # Resolves when all parts have been committed; raises if none was.
     done: Outcome = field(default_factory=Outcome)
+    # Whether it was removed to be staged anew.
+    taken_back: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -86,6 +88,7 @@ def leave(part: JointPart) -> None:
         found = _joints.get(part.key)
         if found is not None and part in found.parts and found.withdraw():
             found.parts.remove(part)
+            part.taken_back = True
             part.done.cancel()
             part.done.wake()
 

@@ -75,7 +75,8 @@ class UnixConnection(FramedTransport):
         Waits only while more workers connect at once than the system lets wait (somaxconn).
 
         Raises:
-            WorkerLostError: no sender listens at the address, or it accepts no connection.
+            WorkerLostError: no sender listens at the address.
+            SyncTimeoutError: it accepts no connection until the deadline.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -85,13 +86,14 @@ class UnixConnection(FramedTransport):
                     sock.connect(_os_address(self._address))
                     break
                 except BlockingIOError:
+                    self.trouble = "the sender accepts no connection"
                     if pause is None:
-                        raise
+                        raise deadline.error("connect", hint=self.trouble) from None
                     await asyncio.sleep(pause)
             self._adopt(sock)
         except BaseException as exc:
             sock.close()
-            if isinstance(exc, OSError):
+            if isinstance(exc, OSError) and not isinstance(exc, TimeoutError):
                 raise WorkerLostError((), _why_not_connected(exc)) from exc
             raise
 

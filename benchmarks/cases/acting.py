@@ -33,6 +33,14 @@ def acting(
     ] = "both",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each library.")] = 5,
     sends: Annotated[int, typer.Option(min=20, help="Sends in each turn.")] = 100,
+    every: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Milliseconds from the start of a send to that of the next, so that all send as often; "
+            "0: a pause of 10 ms after each send.",
+        ),
+    ] = 0.0,
     json: options.Json = None,
     check: options.Check = False,
 ) -> None:
@@ -45,7 +53,7 @@ def acting(
     with report(title, "acting", json, found) as rows:
         for scheme, each, number in product(schemes or SCHEMES, counts, workers or (2, 4)):
             say(f"--- {scheme}, {each or 'default'} threads, {number} workers")
-            task = ActingTask("", scheme, each, number, sends)
+            task = ActingTask("", scheme, each, number, sends, every / 1e3)
             taken: dict[str, list[ActingTurn]] = {library: [] for library in LIBRARIES}
             for _, library in product(range(rounds), LIBRARIES):
                 turn = take(replace(task, library=library), "acting_turn", _SECONDS)
@@ -63,6 +71,8 @@ def _percentile(turns: Sequence[ActingTurn], percent: int) -> Spread:
 
 def _rows(task: ActingTask, taken: dict[str, list[ActingTurn]]) -> Iterator[Row]:
     what = {"scheme": task.scheme, "threads": task.threads or "default", "workers": task.workers}
+    if task.every:
+        what["sends"] = f"every {1e3 * task.every:g} ms"
     for percent in (50, 95):
         ours, theirs = (_percentile(taken[library], percent) for library in LIBRARIES)
         better = theirs.median / ours.median

@@ -1,8 +1,8 @@
 """One turn of ``aiosync bench acting``: blocking sends to workers that act as fast as they can.
 
 The policy is four layers of 256, 1 MB. Each worker computes forward passes in its main thread, while its
-library applies updates in a thread of its own. The trainer changes the weights and sends them, with a pause
-of 10 ms between two sends.
+library applies updates in a thread of its own. The trainer changes the weights and sends them: with a pause
+of 10 ms after each send, or at fixed times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 _ROWS = 8  # of the workers' inputs
 _WIDTH = 256
 _FORWARDS = 20  # between two looks at whether to stop
-_PAUSE = 0.01  # seconds between two sends
+_PAUSE = 0.01  # seconds after each send
 _WARM_UP = 10  # sends
 _CLASSES = {"shared": "SharedMemWeightSyncScheme", "process": "MultiProcessWeightSyncScheme"}
 _MODULES = {"aiosync": "aiosync.sync", "torchrl": "torchrl.weight_update"}
@@ -38,6 +38,7 @@ class ActingTask:
     threads: int  # torch's, in each process; 0: torch's default
     workers: int
     sends: int
+    every: float  # seconds from the start of a send to that of the next; 0: a pause after each
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _trainer(task: ActingTask) -> ActingTurn:
         started = time.perf_counter()
         scheme.send(policy)
         seconds.append(time.perf_counter() - started)
-        time.sleep(_PAUSE)
+        time.sleep(max(0.0, started + task.every - time.perf_counter()) if task.every else _PAUSE)
     forwards = (sum(counts) - before) / (time.perf_counter() - begun)
     stop.set()
     for _ in workers:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -210,21 +212,28 @@ async def test_a_body_in_a_body_of_a_task_whose_starter_has_left() -> None:
 async def test_a_chain_of_tasks_keeps_no_bodies_that_have_ended() -> None:
     gate, deadline, ended = CommitGate(), Deadline.after(PATIENCE), asyncio.Event()
     lengths: list[int] = []
+    bodies: list[weakref.ref[object]] = []
+    newest: asyncio.Task[None]
 
     async def read(left: int) -> None:
+        nonlocal newest
         async with gate.pinned(deadline, MODEL):
             body = commit_gate._body.get()
             assert body is not None
             lengths.append(len(list(body)))
+            bodies.append(weakref.ref(body))
+            del body
             if left:
-                started.append(asyncio.create_task(read(left - 1)))
+                newest = asyncio.create_task(read(left - 1))
                 await steps(2)
             else:
+                gc.collect()
+                assert sum(body() is not None for body in bodies) < 5
                 ended.set()
 
-    started = [asyncio.create_task(read(50))]
+    newest = asyncio.create_task(read(50))
     await within(ended.wait())
-    await within(asyncio.gather(*started))
+    await within(newest)
     assert len(lengths) == 51
     assert max(lengths) < 5
 

@@ -172,7 +172,9 @@ async def test_readers_that_begin_later_do_not_hold_up_a_reconnection(
         await within(later)
 
 
-async def test_a_worker_whose_model_stays_in_use_gives_the_sender_up() -> None:
+async def test_a_worker_whose_model_stays_in_use_gives_the_sender_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with LocalCluster(_returning(BRIEF), workers=1, model=Slow) as cluster:
         (worker,) = cluster.workers
         holding = asyncio.create_task(_hold(worker, go := asyncio.Event()))
@@ -180,6 +182,7 @@ async def test_a_worker_whose_model_stays_in_use_gives_the_sender_up() -> None:
         lose_connection(worker.scheme, "the link broke")
         await within(worker.scheme.wait_closed())
         assert "the model was still in use" in str(worker.scheme.ended)
+        assert "gives the sender up" in caplog.text
         go.set()
         await within(holding)
 

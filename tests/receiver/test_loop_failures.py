@@ -118,8 +118,22 @@ class _Waits:
         await task
 
 
-async def test_what_a_context_awaits_may_be_cancelled() -> None:
-    context = _Waits()
+class _Raises:
+    """A context that is called in this event loop, and raises what a task that it asks was ended with."""
+
+    def __init__(self) -> None:
+        self.first = True
+
+    def update_policy_weights_(self, **weights: Any) -> None:
+        if self.first:
+            self.first = False
+            return
+        raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("kind", [_Waits, _Raises])
+async def test_what_a_context_asks_may_be_cancelled(kind: type[_Waits | _Raises]) -> None:
+    context = kind()
     cluster = LocalCluster(CASES["shared"], workers=1)
     (worker,) = cluster.workers
     worker.init(context=context)
@@ -161,31 +175,6 @@ async def test_a_context_that_loses_a_cancellation(call: str) -> None:
             assert await within(worker.scheme.receive(timeout=BRIEF)) is None
         assert worker.scheme.ended is None
         assert value_of(worker.model) == 0
-
-
-class _Raises:
-    """A context that is called in this event loop, and raises what a task that it asks was ended with."""
-
-    def __init__(self) -> None:
-        self.first = True
-
-    def update_policy_weights_(self, **weights: Any) -> None:
-        if self.first:
-            self.first = False
-            return
-        raise asyncio.CancelledError
-
-
-async def test_a_context_may_raise_that_something_was_cancelled() -> None:
-    context = _Raises()
-    cluster = LocalCluster(CASES["shared"], workers=1)
-    (worker,) = cluster.workers
-    worker.init(context=context)
-    async with cluster:
-        fill(cluster.model, 1)
-        with pytest.raises(RemoteApplyError, match="was cancelled"):
-            await within(cluster.scheme.send())
-        assert worker.scheme.ended is None
 
 
 async def test_a_loop_that_fails_after_the_sender_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:

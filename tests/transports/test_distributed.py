@@ -26,6 +26,7 @@ from aiosync import (
     SyncTimeoutError,
 )
 from aiosync.transports.tcp.connection import TCPConnection
+from aiosync.transports.torch_distributed import transport
 from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
 from aiosync.transports.torch_distributed.store import StoreAddress
 from tests.kit.cases import SCHEMES, SchemeCase, distributed
@@ -125,6 +126,7 @@ async def test_nothing_listens_at_all_addresses(collective: Literal["p2p", "broa
     [
         ("127.0.0.1", "127.0.0.1", ("127.0.0.1", "127.0.0.1")),
         ("localhost", "127.0.0.1", ("127.0.0.1", "127.0.0.1")),
+        ("localhost.localdomain", "127.0.0.1", ("127.0.0.1", "127.0.0.1")),
         ("node0", "127.0.1.1", ("0.0.0.0", "node0")),  # as Debian has it in /etc/hosts
         ("::1", "::1", ("::1", "::1")),
     ],
@@ -159,13 +161,28 @@ async def test_a_name_that_is_none_is_not_the_end_of_the_lookup() -> None:
         await within(again.aclose())
 
 
+async def test_connect_again_after_the_store_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = DistributedWeightSyncScheme(store=a_store(), timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=Uniform(), num_workers=1)
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "StoreResponder", fail)
+        with pytest.raises(RuntimeError, match="the store is away"):
+            await within(scheme.connect(min_workers=0))
+    await within(scheme.connect(min_workers=0))
+    await within(scheme.aclose())
+
+
 async def test_two_senders_of_one_model() -> None:
     store = a_store()
     schemes = [DistributedWeightSyncScheme(store=store.clone(), timeout=PATIENCE) for _ in range(2)]
     for scheme in schemes:
         scheme.init_on_sender(model_id="policy", model=Uniform(), num_workers=1)
     await within(schemes[0].connect(min_workers=0))
-    with pytest.raises(InvalidArgumentError, match="give each sender a model_id="):
+    with pytest.raises(InvalidArgumentError, match="give each a model_id="):
         await within(schemes[1].connect(min_workers=0))
     for scheme in schemes:
         await within(scheme.aclose())

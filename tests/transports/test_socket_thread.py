@@ -35,6 +35,15 @@ class Owner:
         self.frames: list[Frame] = []
         self.ended: str | None = None
 
+    def connection(
+        self, thread: LoopThread, sock: socket.socket, tls: TLSLayer | None = None
+    ) -> SocketThread:
+        """A connection of this owner, which reads and writes."""
+        calls = {"on_open": self.on_open, "on_frames": self.on_frames, "on_end": self.on_end}
+        connection = SocketThread(thread, sock, tls, **calls)  # type: ignore[arg-type]
+        connection.start(None)
+        return connection
+
     def on_open(self) -> None:
         self.open = True
 
@@ -69,10 +78,7 @@ async def test_a_write_that_fails(code: int, lost: bool) -> None:
     sock = Failing(fileno=ours.detach())
     sock.code = code
     thread, owner = LoopThread("test-socket"), Owner()
-    connection = SocketThread(
-        thread, sock, on_open=owner.on_open, on_frames=owner.on_frames, on_end=owner.on_end
-    )
-    connection.start(None)
+    connection = owner.connection(thread, sock)
     await eventually(lambda: owner.open, "it is open")
     try:
         connection.writer.write(encode(Bye(reason="never arrives")))
@@ -93,10 +99,7 @@ async def test_a_write_that_fails(code: int, lost: bool) -> None:
 async def test_two_tasks_close_one_connection() -> None:
     ours, theirs = socket.socketpair()
     thread, owner = LoopThread("test-socket"), Owner()
-    connection = SocketThread(
-        thread, ours, on_open=owner.on_open, on_frames=owner.on_frames, on_end=owner.on_end
-    )
-    connection.start(None)
+    connection = owner.connection(thread, ours)
     await eventually(lambda: owner.open, "it is open")
     try:
         theirs.close()
@@ -109,10 +112,7 @@ async def test_two_tasks_close_one_connection() -> None:
 async def test_frames_for_a_peer_that_does_not_read_end_its_connection(together: bool) -> None:
     ours, theirs = socket.socketpair()
     thread, owner = LoopThread("test-socket"), Owner()
-    connection = SocketThread(
-        thread, ours, on_open=owner.on_open, on_frames=owner.on_frames, on_end=owner.on_end
-    )
-    connection.start(None)
+    connection = owner.connection(thread, ours)
     await eventually(lambda: owner.open, "it is open")
     frame, written, writer = bytes(100_000), 0, connection.writer
     try:
@@ -136,10 +136,7 @@ async def test_a_peer_that_reads_too_slowly_counts_as_one_that_does_not_read() -
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     thread, owner = LoopThread("test-socket"), Owner()
-    connection = SocketThread(
-        thread, ours, on_open=owner.on_open, on_frames=owner.on_frames, on_end=owner.on_end
-    )
-    connection.start(None)
+    connection = owner.connection(thread, ours)
     await eventually(lambda: owner.open, "it is open")
     frame, rounds = bytes(50_000), 0
     try:
@@ -204,20 +201,16 @@ async def test_closing_does_not_wait_for_a_peer_that_sends_slowly() -> None:
         theirs.close()
 
 
-async def test_what_waits_encrypted_for_a_peer_is_limited_too() -> None:
+def _tls_config() -> TLSConfig:
     config = certificates().config
-    config = TLSConfig(config.certfile, config.keyfile, config.cafile)
+    return TLSConfig(config.certfile, config.keyfile, config.cafile)
+
+
+async def test_what_waits_encrypted_for_a_peer_is_limited_too() -> None:
+    config = _tls_config()
     ours, theirs = socket.socketpair()
     thread, owner = LoopThread("test-socket"), Owner()
-    connection = SocketThread(
-        thread,
-        ours,
-        TLSLayer(config.for_sender()),
-        on_open=owner.on_open,
-        on_frames=owner.on_frames,
-        on_end=owner.on_end,
-    )
-    connection.start(None)
+    connection = owner.connection(thread, ours, TLSLayer(config.for_sender()))
     wrap = partial(config.for_worker().wrap_socket, theirs, server_hostname="localhost")
     peer = await asyncio.to_thread(wrap)
     await eventually(lambda: owner.open, "it is open")
@@ -249,19 +242,10 @@ async def test_what_waits_encrypted_for_a_peer_is_limited_too() -> None:
 
 async def test_a_peer_that_has_ended_its_tls_sends_nothing_more() -> None:
     """Otherwise what it sends would be collected in the TLS layer, without a limit."""
-    config = certificates().config
-    config = TLSConfig(config.certfile, config.keyfile, config.cafile)
+    config = _tls_config()
     ours, theirs = socket.socketpair()
     thread, owner = LoopThread("test-socket"), Owner()
-    connection = SocketThread(
-        thread,
-        ours,
-        TLSLayer(config.for_sender()),
-        on_open=owner.on_open,
-        on_frames=owner.on_frames,
-        on_end=owner.on_end,
-    )
-    connection.start(None)
+    connection = owner.connection(thread, ours, TLSLayer(config.for_sender()))
     peer = TLSLayer(config.for_worker(), "localhost")
 
     def shake_hands() -> None:
@@ -287,18 +271,10 @@ async def test_a_peer_that_has_ended_its_tls_sends_nothing_more() -> None:
 @pytest.mark.parametrize("stranger", [True, False])
 async def test_what_a_stranger_may_have_unread(stranger: bool) -> None:
     ours, theirs = socket.socketpair()
-    thread = LoopThread("test-socket")
-    handled: list[int] = []
-    connection = SocketThread(
-        thread,
-        ours,
-        on_open=lambda: None,
-        on_frames=lambda frames: handled.append(len(frames)),
-        on_end=lambda reason, error: None,
-    )
+    thread, owner = LoopThread("test-socket"), Owner()
+    connection = owner.connection(thread, ours)
     if not stranger:
         connection.decoder.inbound = FROM_SENDER
-    connection.start(None)
     data = memoryview(encode(Bye(reason="x" * 1000)) * 2000)
     theirs.setblocking(False)
     try:
@@ -307,7 +283,7 @@ async def test_what_a_stranger_may_have_unread(stranger: bool) -> None:
         while time.monotonic() < until:
             with suppress(BlockingIOError):
                 data = data[theirs.send(data) :]
-        assert connection._paused and not handled
+        assert connection._paused and not owner.frames
         assert (connection._decoded < 200_000) == stranger
     finally:
         await connection.aclose()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aiosync._deadline import Deadline
-from aiosync.errors import WorkerLostError
+from aiosync.errors import SyncTimeoutError, WorkerLostError
 from aiosync.protocol.frames import FROM_SENDER, Abort, Bye, Frame
 from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.transports import unix_socket as shared_memory
@@ -281,7 +281,7 @@ async def test_a_listener_that_is_full_to_the_end(monkeypatch: pytest.MonkeyPatc
     listener = UnixListener()
     first, second = (UnixConnection(listener.address) for _ in range(2))
     await first.open(Deadline.after(0.1))
-    with pytest.raises(WorkerLostError, match="connecting failed"):
+    with pytest.raises(SyncTimeoutError, match="accepts no connection"):
         await second.open(Deadline.after(0.1))
     await first.aclose()
     listener.close()

@@ -43,6 +43,7 @@ _c10d: Any = dist  # type checkers do not know the names of its stores
 _FOR_EVER = timedelta(days=365)
 _CONNECT = timedelta(seconds=60)
 _BACKLOG = 4096
+_LOCAL_NAMES = ("localhost", "ip6-localhost", "ip6-loopback")
 _EVERYWHERE = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 
 
@@ -171,7 +172,7 @@ class StoreAddress:
             raise InvalidArgumentError(f"the store's host {host!r} has no address: {exc}") from exc
         if not is_loopback(own):
             return _EVERYWHERE[family], own
-        if host == "localhost" or is_ip_address(host):
+        if host.startswith(_LOCAL_NAMES) or is_ip_address(host):
             return own, own
         # A machine's own name is often a loopback address in its /etc/hosts, and another one elsewhere.
         return _EVERYWHERE[family], host

@@ -59,6 +59,10 @@ class LocalAddress(msgspec.Struct, frozen=True):
         return False
 
 
+_LOCAL_ATTEMPT = 1.0
+"""Seconds in which a sender on this machine has to accept a connection over its Unix socket."""
+
+
 class SenderAddress(msgspec.Struct, frozen=True):
     """Where a sender listens, and the secret that a worker proves to know."""
 
@@ -98,10 +102,10 @@ class TorchDistributedTransport(DialledTransport):
             transport = UnixConnection(local.address)
             transport.secret = address.token
             try:
-                return await transport.reach(deadline)
+                return await transport.reach(Deadline.after(min(_LOCAL_ATTEMPT, deadline.remaining())))
             except BaseException as exc:
                 await transport.aclose()
-                if not isinstance(exc, WorkerLostError):  # connecting over TCP gives the reason
+                if not isinstance(exc, WorkerLostError | TimeoutError):  # TCP gives the reason
                     raise
         await self._connect_to(address, deadline)
         return self
@@ -249,21 +253,36 @@ class DistributedListener(TorchDistributedListener):
         self._model_id = model_id
         self._responder: StoreResponder | None = None
         self._thread = DetachedThread("aiosync-store")
+        # Set by listen(): what no other sender may have, and where this one lives.
+        self._key: object = None
+        self._loop: asyncio.AbstractEventLoop
 
     async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
-        mine = self.store_address.identity, self._model_id
-        if any((other.store_address.identity, other._model_id) == mine for other in self._answering):
-            raise InvalidArgumentError(
-                f"model_id={self._model_id!r}: another sender of this process has it, and the same store. A "
-                "worker could get the weights of either: give each sender a model_id= of its own"
-            )
+        # With the process: in a forked child the parent's do not answer.
+        self._key = self.store_address.identity, self._model_id, os.getpid()
+        self._loop = asyncio.get_running_loop()
+        self._check_alone()
         self._answering.add(self)
-        await super().listen(on_connection, on_lost)
-        answer = msgspec.msgpack.encode(self.address)
-        respond = partial(StoreResponder, self._store, self._model_id, answer)
-        self._responder = await abandonable(respond, "aiosync-store")
+        try:
+            await super().listen(on_connection, on_lost)
+            answer = msgspec.msgpack.encode(self.address)
+            respond = partial(StoreResponder, self._store, self._model_id, answer)
+            self._responder = await abandonable(respond, "aiosync-store")
+        except BaseException:
+            self._answering.discard(self)
+            raise
         self._thread.wake = self._responder.close
         self._thread.submit(self._responder.run)
+
+    def _check_alone(self) -> None:
+        """Raise InvalidArgumentError if another sender of this process answers this one's workers."""
+        others = [each for each in list(self._answering) if not each._loop.is_closed()]
+        if any(other._key == self._key for other in others):
+            raise InvalidArgumentError(
+                f"model_id={self._model_id!r}: another sender of this process has it, and the same store. A "
+                "worker could get the weights of either: give each a model_id= of its own, or aclose() the "
+                "earlier one"
+            )
 
     def stop(self) -> None:
         super().stop()
