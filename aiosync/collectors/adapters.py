@@ -29,7 +29,7 @@ def adapt(env: Any, device: torch.device | None = None) -> Env:
     """
     if isinstance(env, Env):
         return env
-    if not _is_env(env):
+    if not is_env(env):
         raise InvalidArgumentError(
             f"create_env_fn returned {type(env).__name__}: expected an environment with reset() and step()"
         )
@@ -42,8 +42,10 @@ def adapt(env: Any, device: torch.device | None = None) -> Env:
     return GymnasiumEnv(env, device)
 
 
-def _is_env(given: Any) -> bool:
-    return callable(getattr(given, "reset", None)) and callable(getattr(given, "step", None))
+def is_env(given: Any) -> bool:
+    """Whether this is an environment, and not a function that makes one."""
+    made = callable(getattr(given, "reset", None)) and callable(getattr(given, "step", None))
+    return made and not isinstance(given, type)
 
 
 def env_factory(given: Any, arguments: Mapping[str, Any]) -> Callable[[], Any]:
@@ -53,7 +55,7 @@ def env_factory(given: Any, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     Raises:
         InvalidArgumentError: there are arguments for an environment that exists already.
     """
-    if isinstance(given, type) or not _is_env(given):
+    if not is_env(given):
         return functools.partial(given, **arguments)
     if arguments and not hasattr(given, "update_kwargs"):
         raise OptionConflictError(

@@ -103,7 +103,8 @@ class BatchIterator(WorkerAccess):
         deadline = self._deadline(None)
         try:
             async with asyncio.timeout(deadline.remaining()):
-                await self._not_paused.wait()
+                while not self._not_paused.is_set():  # the next pause may have begun before this task runs
+                    await self._not_paused.wait()
         except TimeoutError as exc:
             raise deadline.error("receive", hint="the collector is paused") from exc
 
@@ -274,7 +275,8 @@ class BatchIterator(WorkerAccess):
             while not self._is_done:
                 self._parked = True
                 pool.notify()
-                await self._not_paused.wait()
+                while not self._not_paused.is_set():
+                    await self._not_paused.wait()
                 self._parked = False
                 pauses = self._pauses_begun
                 try:
@@ -283,6 +285,8 @@ class BatchIterator(WorkerAccess):
                     if pauses == self._pauses_begun:  # else the timeout passed during a pause
                         raise
                 await asyncio.sleep(0)  # anext() does not yield if the next batch has been delivered
+        except StopAsyncIteration:
+            return  # another task has had the last batch
         except Exception as exc:  # noqa: BLE001 - raised by the next call
             pool.fail(exc)
         finally:
@@ -315,7 +319,8 @@ class BatchIterator(WorkerAccess):
             if not self._active_pauses:
                 self._not_paused.set()
             if not self.sync and self._pool is pool:
-                self._request_from_all(pool, trained=False)
+                # A call that waits for a batch has found no fresh one: there is none that is not trained on.
+                self._request_from_all(pool, trained=self._next_lock.locked())
 
     def _is_quiet(self, pool: Pool) -> bool:
         """Return whether no worker steps, and the task of :meth:`start` writes nothing until a pause ends."""

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from aiosync._deadline import Deadline
 from aiosync._endpoint import AsyncResource
 from aiosync._processors import places_of
-from aiosync.collectors.adapters import env_factory
+from aiosync.collectors.adapters import env_factory, is_env
 from aiosync.collectors.batch_config import per_worker
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.host import MakeHost, ProcessHost, RayHost, context_of
@@ -125,6 +125,12 @@ class MultiCollector(RestorableIterator, AsyncResource):
         super().__init__(config, sync=(sync is not False) if self._sync is None else self._sync)
         config.check(count, sync=self.sync)
         envs = per_worker("create_env_fn", create_env_fn, count)
+        each = config.processes.envs_per_worker
+        if each > 1 and any(is_env(env) for env in envs):
+            raise OptionConflictError(
+                f"envs_per_worker={each}: create_env_fn is an environment already, and all of a worker's "
+                "rollouts would step it: give a function that makes one"
+            )
         arguments = per_worker("create_env_kwargs", create_env_kwargs or {}, count)
         self._envs = [env_factory(env, given) for env, given in zip(envs, arguments, strict=True)]
         self.policy_factory = per_worker("policy_factory", policy_factory, count)
@@ -275,13 +281,20 @@ class MultiCollector(RestorableIterator, AsyncResource):
         Raises:
             OptionConflictError: ``close_env=False``, and the workers are processes.
         """
+        failure: Exception | None = None
         if not close_env:
-            await self._keep_environments()
+            try:
+                await self._keep_environments()
+            except OptionConflictError:
+                raise
+            except Exception as exc:  # noqa: BLE001 - a collector that has failed ends all the same
+                failure = exc
         try:
             await self.aclose(timeout)
-        except Exception:
-            if raise_on_error:
-                raise
+        except Exception as exc:  # noqa: BLE001
+            failure = failure or exc
+        if failure is not None and raise_on_error:
+            raise failure
 
     async def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """End the workers, also after :meth:`start`; see :meth:`shutdown`."""

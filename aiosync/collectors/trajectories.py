@@ -53,6 +53,7 @@ class TrajectoryIterator(BatchIterator):
         while not self._has_batch:
             if super()._is_done:
                 raise EndOfBatches
+            await self._wait_while_paused()
             batch = await super()._next_batch(pool)
             assert batch is not None
             self._add(assembler, batch)
@@ -86,6 +87,7 @@ class TrajectoryIterator(BatchIterator):
     def _drop(self, batch: DeliveredBatch) -> None:
         if self._assembler is not None:
             numbers = set(batch.part().data[TRAJ_IDS].unique().tolist())
+            numbers.update(batch.message.continued.cut)  # those began in earlier batches
             self._assembler.forget(lambda number: number in numbers)
         super()._drop(batch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
@@ -86,6 +87,10 @@ class PolicyVersions:
         return [self._nested(n) for n in numbers] if isinstance(numbers, list) else self._names[numbers]
 
 
+_limits: WeakKeyDictionary[Any, ref[AgeLimit]] = WeakKeyDictionary()
+"""Replay buffer -> the limit of the collector that got it last."""
+
+
 class AgeLimit:
     """Keeps frames that are too old out of what a replay buffer samples.
 
@@ -101,7 +106,7 @@ class AgeLimit:
 
     def __init__(self, replay_buffer: Any, limit: int, newest: Callable[[], int]) -> None:
         self._newest = newest
-        self._limit = limit
+        self._limit: int | None = limit  # None: a later collector's counts
         sampler = getattr(replay_buffer, "sampler", None)
         self._sampler = sampler if hasattr(sampler, "consumer_version") else None
         append = getattr(replay_buffer, "append_transform", None)
@@ -109,6 +114,10 @@ class AgeLimit:
             own = self._sampler.max_staleness
             self._sampler.max_staleness = limit if own < 0 else min(own, limit)
         elif callable(append):
+            former = _limits.get(replay_buffer, lambda: None)()
+            if former is not None:  # another collector's, whose versions are counted apart
+                former._limit = None
+            _limits[replay_buffer] = ref(self)
             append(self.without_old)
         self.update()
 
@@ -120,7 +129,7 @@ class AgeLimit:
     def without_old(self, frames: TensorDictBase) -> TensorDictBase:
         """Return the frames whose version is new enough. A row of several frames is as old as its oldest."""
         versions = frames.get(VERSION, None)
-        if versions is None or not frames.batch_dims:
+        if versions is None or self._limit is None or not frames.batch_dims:
             return frames
         oldest = versions.reshape(len(versions), -1).amin(dim=-1)
         keep = oldest >= self._newest() - self._limit

@@ -344,7 +344,9 @@ async def _respond(send: Send, status: int, content: dict[str, Any]) -> None:
 def _is_small(scope: Scope) -> bool:
     """Whether a request has no body, or says that it is one that can be buffered."""
     headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
-    length = headers.get(b"content-length", b"" if b"transfer-encoding" in headers else b"0")
+    # HTTP/1 says that there is a body; HTTP/2 and 3 do not.
+    may_have_body = b"transfer-encoding" in headers or not scope.get("http_version", "1.1").startswith("1")
+    length = headers.get(b"content-length", b"" if may_have_body else b"0")
     return length.isdigit() and int(length) <= _BUFFERED
 
 

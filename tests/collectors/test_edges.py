@@ -272,3 +272,50 @@ async def test_a_killed_worker_is_told_of_while_others_deliver() -> None:
         with pytest.raises(WorkerLostError, match="SIGKILL"):
             for _ in range(2000):
                 await anext(collector)
+
+
+def test_an_environment_is_not_stepped_by_several_rollouts() -> None:
+    given: list[tuple[type[MultiCollector], Any]] = [
+        (Collector, Counting()),
+        (MultiCollector, [Counting(), Counting()]),
+    ]
+    for kind, envs in given:
+        with pytest.raises(InvalidArgumentError, match="give a function that makes one"):
+            kind(envs, make_policy(), envs_per_worker=2)
+
+
+async def test_a_pause_directly_after_another_one() -> None:
+    async with collecting(ENVS, make_policy(), sync=True) as collector:
+        await anext(collector)
+        async with collector.pause():
+            waiting = asyncio.create_task(anext(collector))
+            await asyncio.sleep(0)
+        async with collector.pause():
+            await asyncio.sleep(0.2)
+            assert not any(worker.requested for worker in workers_of(collector))
+            assert not waiting.done()
+        await within(waiting)
+
+
+async def test_a_pause_between_the_batches_of_trajectories() -> None:
+    """Of a call that goes on for many batches."""
+    async with collecting(ENVS, make_policy(), sync=True, trajs_per_batch=300) as collector:
+        waiting = asyncio.create_task(anext(collector))
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+            async with collector.pause():
+                await asyncio.sleep(0.05)
+                assert not waiting.done()
+                assert not any(worker.requested for worker in workers_of(collector))
+        await within(waiting)
+
+
+async def test_a_failed_collector_ends_with_its_environments_kept() -> None:
+    env = functools.partial(Failing, "step")
+    collector = Collector(env, make_policy(), frames_per_batch=20, timeout=PATIENCE)
+    await collector.connect()
+    with pytest.raises(Odd):
+        await anext(collector)
+    await collector.shutdown(close_env=False, raise_on_error=False)
+    with pytest.raises(NotConnectedError):
+        await anext(collector)

@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 
 from aiosync import InvalidArgumentError, SyncTimeoutError, TCPWeightSyncScheme
+from aiosync.integrations import asgi
 from aiosync.integrations.asgi import ASGIApp, ServedPolicy
 from tests.kit.clock import BRIEF, PATIENCE, PROGRAM, eventually, within
 from tests.kit.models import Uniform, fill, value_of
@@ -231,6 +232,13 @@ async def test_a_large_upload_arrives_whole() -> None:
     async with World() as world:
         body = os.urandom(5 << 20)
         assert (await world.client.post("/echo", content=body)).content == body
+
+
+@pytest.mark.parametrize(("http", "small"), [("1.1", True), ("2", False), ("3", False)])
+def test_a_request_whose_length_is_unknown_is_not_buffered(http: str, small: bool) -> None:
+    """Only HTTP/1 says that there is no body by saying nothing."""
+    assert asgi._is_small({"type": "http", "http_version": http, "headers": []}) is small
+    assert asgi._is_small({"type": "http", "http_version": http, "headers": [(b"content-length", b"3")]})
 
 
 async def test_an_answer_keeps_its_version_to_the_end() -> None:
