@@ -103,10 +103,13 @@ class BatchIterator(WorkerAccess):
         deadline = self._deadline(None)
         try:
             async with asyncio.timeout(deadline.remaining()):
-                while not self._not_paused.is_set():  # the next pause may have begun before this task runs
-                    await self._not_paused.wait()
+                await self._unpaused()
         except TimeoutError as exc:
             raise deadline.error("receive", hint="the collector is paused") from exc
+
+    async def _unpaused(self) -> None:
+        while not self._not_paused.is_set():  # the next pause may have begun before this task runs
+            await self._not_paused.wait()
 
     @property
     def _at_random(self) -> bool:
@@ -275,8 +278,7 @@ class BatchIterator(WorkerAccess):
             while not self._is_done:
                 self._parked = True
                 pool.notify()
-                while not self._not_paused.is_set():
-                    await self._not_paused.wait()
+                await self._unpaused()
                 self._parked = False
                 pauses = self._pauses_begun
                 try:

@@ -146,8 +146,9 @@ class WeightApplier(Applier):
         self._patience = patience
         self._wait.allow_blocking(True)
         if isinstance(self.model, nn.Module) and self._guard is None:
-            acting = lambda: self._notifier.acting(self.version)  # noqa: E731
-            self._guard = ForwardGuard(self.gate, self.model, patience, acting)
+            self._guard = ForwardGuard(
+                self.gate, self.model, patience, lambda: self._notifier.acting(self.version)
+            )
 
     def _unguard(self) -> None:
         self._wait.allow_blocking(False)

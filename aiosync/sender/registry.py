@@ -293,7 +293,6 @@ class WorkerRegistry:
         # A local process that has ended cannot come back; one on another machine may have lost the link only.
         self.indices.tickets.leave(worker, reserve=not orderly and connection.pid == 0)
         self._wire_nbytes += connection.outbound.progress
-        self.last_gone = max(self.last_gone, connection.target_version)
         self._remove(connection)
         leases = connection.detach()
         if not orderly:
@@ -326,6 +325,7 @@ class WorkerRegistry:
 
     def _remove(self, connection: WorkerConnection) -> None:
         """Remove a connection. If it breaks after this, that is not reported as a loss."""
+        self.last_gone = max(self.last_gone, connection.target_version)
         del self.connections[connection.worker]
         del connection.group.connections[connection.worker]
 
@@ -335,7 +335,6 @@ class WorkerRegistry:
         connection = self.connections.get(worker)
         if connection is not None:
             self.indices.tickets.leave(worker, reserve=False)
-            self.last_gone = max(self.last_gone, connection.target_version)
             self._remove(connection)
             connection.session.close(reason, dropped=True)
             connection.transport.flush(connection.session)

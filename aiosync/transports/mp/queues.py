@@ -204,8 +204,9 @@ def _pipe_room(fd: int) -> int:
     # A pipe consists of pages. A message that does not fit into the rest of the last page starts a new page.
     # So unread messages can take up to twice their bytes.
     room = _pipe_size(fd) - (2 * (unread + mmap.PAGESIZE) if unread else 0)
-    # A pipe that poll() finds writable has a page that is free. Where the user has many pipes, one has two.
-    return max(room, mmap.PAGESIZE if is_writable(fd) else 0)
+    if room < mmap.PAGESIZE and is_writable(fd):
+        return mmap.PAGESIZE  # a page is free. Where the user has many pipes, one has two pages
+    return room
 
 
 def _pipe_size(fd: int) -> int:
