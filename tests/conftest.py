@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import gc
 import inspect
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 
@@ -148,6 +149,16 @@ def no_request_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(YieldRequest, "__init__", making)
     yield
     assert all(request._sends == 0 and request not in yield_request._open for request in made)
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Iterator[None]:
+    """Litestar and `aiosync relay` configure the root logger. The next test has the one of before."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)

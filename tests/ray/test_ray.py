@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -303,6 +304,7 @@ async def test_objects_are_let_go() -> None:
 
 
 def test_a_store_that_is_small_for_the_versions(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "aiosync")
     ray_objects.warn_if_tight(100 << 20)
     assert not caplog.records
     ray_objects.warn_if_tight(200 << 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -207,6 +208,7 @@ async def test_a_model_that_is_replaced_may_still_be_read() -> None:
 
 
 async def test_a_body_closes_its_own_receiver(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "aiosync")
     async with LocalCluster(SHARED, workers=1, model=Slow) as cluster:
         (worker,) = cluster.workers
         fill(cluster.model, 1)
