@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.contenders import MODEL_ID
+
 _ROWS = 8  # of the workers' inputs
 _WIDTH = 256
 _FORWARDS = 20  # between two looks at whether to stop
@@ -60,7 +62,7 @@ def _work(scheme: Any, index: int, task: ActingTask, ready: Any, stop: Any, coun
     if task.threads:
         torch.set_num_threads(task.threads)
     policy, observations = _policy(), torch.zeros(_ROWS, _WIDTH)
-    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=index)
+    scheme.init_on_receiver(model_id=MODEL_ID, model=policy, worker_idx=index)
     scheme.connect(worker_idx=index)
     ready.release()
     with torch.no_grad():
@@ -80,11 +82,12 @@ def _trainer(task: ActingTask) -> ActingTurn:
     spawn = mp.get_context("spawn")
     scheme = getattr(importlib.import_module(_MODULES[task.library]), _CLASSES[task.scheme])()
     policy = _policy()
-    given: dict[str, Any] = {"model_id": "policy", "model": policy}
     if task.library == "torchrl":
-        # Without this the workers' parameters are the trainer's own memory, and nothing is sent.
-        given |= {"device_map_fn": _own_copy, "ctx": spawn}
-    scheme.init_on_sender(num_workers=task.workers, **given)
+        from benchmarks.contenders.torchrl import memory_of_workers
+
+        scheme.init_on_sender(ctx=spawn, **memory_of_workers(task.scheme, policy, task.workers))
+    else:
+        scheme.init_on_sender(num_workers=task.workers, model_id=MODEL_ID, model=policy)
     ready, stop = spawn.Semaphore(0), spawn.Event()
     counts: Any = spawn.Array("q", task.workers)
     firsts: Any = spawn.Array("d", task.workers)
@@ -117,10 +120,6 @@ def _trainer(task: ActingTask) -> ActingTurn:
     for worker in workers:
         worker.kill()
     return ActingTurn(seconds[_WARM_UP:], forwards, behind)
-
-
-def _own_copy(worker_idx: int, weights: Any) -> Any:
-    return weights.clone()
 
 
 def main() -> None:

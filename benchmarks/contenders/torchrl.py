@@ -31,6 +31,16 @@ def ends(setup: Setup) -> tuple[type[SenderEnd], type[WorkerEnd]]:
     return _Sender, _Worker
 
 
+def memory_of_workers(scheme: str, model: nn.Module, workers: int) -> dict[str, Any]:
+    """What ``init_on_sender`` of ``shared`` and ``process`` is given, so that updates are really copied.
+
+    By default the workers' parameters are the trainer's own memory."""
+    if scheme == "shared":
+        one = TensorDict.from_module(model).data.clone().share_memory_()
+        return {"params_map": dict.fromkeys(range(workers), one)}
+    return {"model_id": MODEL_ID, "model": model, "num_workers": workers, "device_map_fn": _own_copy}
+
+
 def _own_copy(worker_idx: int, weights: TensorDict) -> TensorDict:
     """torchrl's ``device_map_fn``: memory of its own for each worker, on the CPU."""
     return weights.clone()
@@ -71,13 +81,11 @@ class _Sender(SenderEnd):
             scheme.init_on_sender(model=self.model, **given)
             return scheme
         scheme = weight_update.WeightSyncScheme.from_backend(self.setup.scheme)
-        weights = TensorDict.from_module(self.model)
         if self.setup.contender == "torchrl-alias":
+            weights = TensorDict.from_module(self.model)
             given |= {"weights": weights, "devices": [torch.device("cpu")] * workers}
-        elif self.setup.scheme == "shared":
-            given = {"params_map": dict.fromkeys(range(workers), weights.data.clone().share_memory_())}
         else:
-            given |= {"model": self.model, "device_map_fn": _own_copy}
+            given = memory_of_workers(self.setup.scheme, self.model, workers)
         scheme.init_on_sender(ctx=SPAWN, **given)
         return scheme
 

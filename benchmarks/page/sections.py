@@ -64,17 +64,16 @@ SECTIONS = (
         "acting --rounds 5",
         "The blocking twins and torchrl's schemes. Workers compute forward passes of four layers of 256 (1 "
         "MB) as fast as they can, while a thread of the library receives. The trainer sends, and then sleeps "
-        "for 10 ms. `default` is torch's own number of threads. torchrl's workers have copies of their own "
-        "(`device_map_fn`); otherwise its trainer and workers share one memory, and nothing is sent.",
+        "for 10 ms. `default` is torch's own number of threads. With shared memory all of torchrl's workers "
+        "read one buffer (`params_map`), as its collectors' workers do; with queues each has a copy "
+        "(`device_map_fn`). Without these its workers read the trainer's own memory, and nothing is sent.",
         "A send waits until each worker's forward pass has ended, and until the threads of the trainer and "
         "of the workers get a processor. A thread that has used up its share of one runs again at a tick of "
         "the kernel, 4 ms apart here. So aiosync's workers yield their processors between two forward passes "
         "while a send is in progress. torchrl writes into its workers' memory at any time, also in the "
         "middle of a forward pass. aiosync's guard, which prevents that, takes 1 to 2 % of such a pass. Both "
         "trainers send with a pause of 10 ms after each send, so the faster one sends more often in the same "
-        "time, and each update takes some of the workers' time. With shared memory all workers read the same "
-        "pages: two processes that computed such forward passes at the same time, without any library, took "
-        "7 % longer with one memory for both than with a copy each.",
+        "time, and each update takes some of the workers' time.",
     ),
     Section(
         "fanout",
