@@ -56,6 +56,7 @@ class BatchIterator(WorkerAccess):
         self._joiner = BatchJoiner(config.batch.join_dim, may_differ=ragged)
         self._collecting: asyncio.Task[None] | None = None  # the task of start()
         self._parked = False  # that task holds no batch, and waits for the end of the pause, if there is one
+        self._held_back = False  # who has _next_lock holds no batch, and waits for the end of the pause
 
     def __aiter__(self) -> Self:
         return self
@@ -80,8 +81,10 @@ class BatchIterator(WorkerAccess):
                 raise StopAsyncIteration
             await self._wait_while_paused()
             try:
+                found = await self._next_batch(pool)
+                self.batches += 1
                 # None only goes to callers who have given a replay buffer: the type is that for all others.
-                return cast(TensorDictBase, await self._next_batch(pool))
+                return cast(TensorDictBase, found)
             except EndOfBatches:
                 raise StopAsyncIteration from None
             except (
@@ -98,14 +101,20 @@ class BatchIterator(WorkerAccess):
         return self.frames >= self.config.batch.frames_limit
 
     async def _wait_while_paused(self) -> None:
+        """Wait for the end of a pause. The caller has ``_next_lock``."""
         if self._not_paused.is_set():
             return
         deadline = self._deadline(None)
+        self._held_back = True
+        if self._pool is not None:
+            self._pool.notify()  # the pause waits for this
         try:
             async with asyncio.timeout(deadline.remaining()):
                 await self._unpaused()
         except TimeoutError as exc:
             raise deadline.error("receive", hint="the collector is paused") from exc
+        finally:
+            self._held_back = False
 
     async def _unpaused(self) -> None:
         while not self._not_paused.is_set():  # the next pause may have begun before this task runs
@@ -253,7 +262,6 @@ class BatchIterator(WorkerAccess):
     def _finish(self, batch: TensorDictBase, parts: Sequence[DeliveredBatch]) -> TensorDictBase:
         """Count a batch, which consists of these parts, and return it as the options say."""
         self.frames += sum(part.frames for part in parts)
-        self.batches += 1
         found = split_trajectories(batch) if self.config.batch.split_trajs else batch
         self._name_versions()
         self._versions.write_names(found)
@@ -269,7 +277,7 @@ class BatchIterator(WorkerAccess):
         """
         if self.config.replay.replay_buffer is None:
             raise NotInitializedError("start() collects into a replay buffer: give replay_buffer=")
-        if self._collecting is None:
+        if not self.is_running():
             work = self._collect(self._connected_pool)
             self._collecting = asyncio.create_task(work, name="aiosync-collecting")
 
@@ -328,7 +336,7 @@ class BatchIterator(WorkerAccess):
         """Return whether no worker steps, and the task of :meth:`start` writes nothing until a pause ends."""
         if any(worker.requested for worker in pool.workers):
             return False
-        idle = self._collecting is None or self._collecting.done() or self._parked
+        idle = not self.is_running() or self._parked or self._held_back
         return idle or not any(worker.batches for worker in pool.workers)
 
     async def next(self) -> TensorDictBase | None:

@@ -138,6 +138,8 @@ class MultiCollector(RestorableIterator, AsyncResource):
         self._skeleton: PolicySkeleton | None = None  # what workers get of the policy; not with an updater
         self._threads = ThreadLimit(self)
         self._closed = False
+        self._connecting: asyncio.Task[None] | None = None  # the work of connect()
+        self._releasing: asyncio.Future[None] | None = None  # that of aclose()
         commit = "copy" if config.policy.needs_fixed_memory else "flip"
         # The workers' policies are copies of this one, with the same adapters if there are any.
         default = self._default_scheme(timeout=config.processes.seconds, commit=commit, peft="as_is")
@@ -214,38 +216,54 @@ class MultiCollector(RestorableIterator, AsyncResource):
             UnsupportedTensorError, ArenaAllocationError: the weights cannot be sent.
             WorkerLostError: a worker died.
             SyncTimeoutError: not all workers were ready in time.
+            NotConnectedError: the collector is connected, was closed, or is closed by another task meanwhile.
         """
-        if self._pool is not None or self._closed:
+        if self._connecting is not None or self._closed:
             raise NotConnectedError("this collector is connected, or was closed: make a new one")
-        make_host, ctx = self._host_factory()
-        deadline = self._deadline(timeout)
+        # A task of its own, so that aclose() in another task can end it.
+        work = self._open(self._deadline(timeout))
+        self._connecting = connecting = asyncio.create_task(work, name="aiosync-connecting")
         try:
-            self._init_senders(ctx)
-            if self._updater is None and self._policy_travels:
-                self._skeleton = PolicySkeleton(self.policy, sent_in_full(self.policy, self._schemes))
-            specs = self._specs()
-            restarts = [self.config.processes.restart_workers] * self.num_workers
-            self._pool = Pool(specs, self._schemes, make_host, restarts, self._on_delivered)
-            self._pool.extra_updates = self._extra_updates
-            await self._pool.start(deadline)
-            await self._connect_receivers(self._pool, deadline)
-            self._threads.set()  # after the schemes: copies of weights use the former number
-            self._limit_age()
+            await asyncio.wait([connecting])
+            if connecting.cancelled():
+                raise NotConnectedError("this collector was closed while it connected")
+            connecting.result()
         except BaseException:
             await self.aclose(_ABORT_SECONDS)
             raise
 
+    async def _open(self, deadline: Deadline) -> None:
+        make_host, ctx = self._host_factory()
+        self._init_senders(ctx)
+        if self._updater is None and self._policy_travels:
+            self._skeleton = PolicySkeleton(self.policy, sent_in_full(self.policy, self._schemes))
+        specs = self._specs()
+        restarts = [self.config.processes.restart_workers] * self.num_workers
+        self._pool = pool = Pool(specs, self._schemes, make_host, restarts, self._on_delivered)
+        pool.extra_updates = self._extra_updates
+        await pool.start(deadline)
+        await self._connect_receivers(pool, deadline)
+        self._threads.set()  # after the schemes: copies of weights use the former number
+        self._limit_age()
+
     async def aclose(self, timeout: float | None = None) -> None:
         """End the workers; idempotent. ``timeout``: seconds that they have to end by themselves, after which
         they are killed. None: 10, or the collector's own timeout if that is shorter.
+
+        A :meth:`connect` in another task raises. Other calls of this method wait for the first one.
         """
         self._closed = True
         self._not_paused.set()
-        collecting, self._collecting = self._collecting, None
+        if self._releasing is not None:
+            if not self._releasing.done():
+                await asyncio.wait([self._releasing])
+            return
+        tasks = [task for task in (self._connecting, self._collecting) if task is not None]
+        self._connecting = self._collecting = None
         pool, self._pool = self._pool, None
         patience = min(_CLOSE_SECONDS, self.config.processes.seconds)
         deadline = Deadline.after(patience if timeout is None else timeout)
-        release = asyncio.ensure_future(self._release(collecting, pool, deadline))
+        self._releasing = release = asyncio.ensure_future(self._release(tasks, pool, deadline))
         try:
             await asyncio.shield(release)
         except asyncio.CancelledError:
@@ -255,16 +273,18 @@ class MultiCollector(RestorableIterator, AsyncResource):
             await uninterrupted(lambda _: asyncio.wait([release]))
             raise
 
-    async def _release(self, task: asyncio.Task[None] | None, pool: Pool | None, deadline: Deadline) -> None:
+    async def _release(
+        self, tasks: Sequence[asyncio.Task[None]], pool: Pool | None, deadline: Deadline
+    ) -> None:
         try:
-            if task is not None:
-                await cancel_all(task)
+            await cancel_all(*tasks)
             await self._following.aclose()
         finally:
-            if pool is not None:
-                await pool.aclose(deadline)
-            self._finished.clear()
-            self._threads.restore()
+            async with self._sending:
+                if pool is not None:
+                    await pool.aclose(deadline)
+                self._finished.clear()
+                self._threads.restore()
 
     async def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -284,7 +304,7 @@ class MultiCollector(RestorableIterator, AsyncResource):
         failure: Exception | None = None
         if not close_env:
             try:
-                await self._keep_environments()
+                await self._keep_environments(timeout)
             except OptionConflictError:
                 raise
             except Exception as exc:  # noqa: BLE001 - a collector that has failed ends all the same
@@ -311,7 +331,7 @@ class MultiCollector(RestorableIterator, AsyncResource):
             "arguments"
         )
 
-    async def _keep_environments(self) -> None:
+    async def _keep_environments(self, timeout: float | None) -> None:
         raise OptionConflictError("close_env=False: the environments of worker processes end with these")
 
     @property

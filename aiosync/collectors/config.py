@@ -337,8 +337,16 @@ class CollectorConfig:
                         f"{name}= needs extend_buffer=True: with extend_buffer=False the replay buffer gets "
                         "single steps"
                     )
-        if self.weights.max_staleness is not None and not self.policy.track_policy_version:
+        if self.weights.max_staleness is None:
+            return
+        if not self.policy.track_policy_version:
             raise InvalidArgumentError("max_staleness= needs track_policy_version=True")
+        names = getattr(self.policy.track_policy_version, "version", 0)
+        if not isinstance(names, int) and (replayed or batch.trajs_per_batch is not None):
+            raise OptionConflictError(
+                "max_staleness= with replay_buffer= or trajs_per_batch= needs versions that are numbers: "
+                f"got a tracker whose version is {names!r}"
+            )
 
     def of_a_worker(self) -> Self:
         """Return the options that a worker needs; those of the trainer alone are reset."""

@@ -72,6 +72,7 @@ class Controls:
                 self._schemes[POLICY] = default
         self._upstream = dict(config.weight_recv_schemes or {})
         self._following = AsyncExitStack()  # disconnects weight_recv_schemes
+        self._sending = AsyncExitStack()  # closes the schemes that send, once the workers have ended
         self._versions = PolicyVersions(self.config.policy.track_policy_version)
         self._extra_updates = self._versions.first  # updates of the policy that no scheme counts
         self._age_limit: AgeLimit | None = None
@@ -111,6 +112,7 @@ class Controls:
                 scheme.init_on_sender(model_id=model_id, context=self, ctx=ctx)
             elif scheme.model_id is None:
                 scheme.model_id = model_id
+            self._sending.push_async_callback(scheme.aclose)
 
     def _init_by_factory(self, ctx: BaseContext | None) -> None:
         """Send the weights of the policy that ``policy_factory`` makes in this process, if it has any.
@@ -244,7 +246,7 @@ class Controls:
     def _limit_age(self) -> None:
         """Let ``max_staleness`` hold for what the replay buffer samples."""
         limit, replay_buffer = self.config.weights.max_staleness, self.config.replay.replay_buffer
-        if limit is not None and replay_buffer is not None:
+        if replay_buffer is not None:
             self._age_limit = AgeLimit(replay_buffer, limit, lambda: self._version_number)
 
     def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +55,6 @@ class Pool:
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
     _timer: DeadlineTimer = field(default_factory=DeadlineTimer)
     _tasks: BackgroundTasks = field(default_factory=lambda: BackgroundTasks("aiosync-collector"))
-    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def fail(self, error: Exception) -> None:
         """Record an error for the calls that wait for workers, now or later. Only the first error is kept."""
@@ -72,8 +71,6 @@ class Pool:
         """Start the workers, and wait until each is ready. Raises what an environment, a policy or a
         scheme raised."""
         await self._tasks.start()
-        for scheme in self.schemes.values():
-            self._stack.push_async_callback(scheme.aclose)
         self.workers = [self._make_worker(index) for index in range(len(self.specs))]
         # Wait for all starts even if one fails: a worker whose start is not awaited could not be closed.
         starting = (worker.start(self.schemes) for worker in self.workers)
@@ -218,13 +215,12 @@ class Pool:
     async def aclose(self, deadline: Deadline) -> None:
         """End the workers. Those that do not end by the deadline are killed. Idempotent."""
         self.fail(NotConnectedError("this collector was closed during the call"))
-        async with self._stack:
-            self._timer.close()
-            try:
-                await self._tasks.aclose()
-            finally:
-                self._closing, self.workers = self.workers, []
-                await asyncio.gather(*(worker.close(deadline) for worker in self._closing))
+        self._timer.close()
+        try:
+            await self._tasks.aclose()
+        finally:
+            self._closing, self.workers = self.workers, []
+            await asyncio.gather(*(worker.close(deadline) for worker in self._closing))
 
     def kill(self) -> None:
         """Kill all workers, so that :meth:`aclose` does not wait for them."""

@@ -101,17 +101,19 @@ class Rollout:
             self._ids.raise_to(next_id)
             await self._reset()
 
-    def state(self) -> dict[str, Any]:
-        """Return the state, without the environment if that cannot be pickled."""
-        try:
-            env = dump_env(self.env.env)
-        except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
-            env = None
-        self._flush()
-        lengths = as_tensor(np.asarray(self._steps - self._ids.begun))
-        ids = as_tensor(self._ids.current)
-        kept = {"current": as_tensors(self._observed()), "traj_ids": ids, "lengths": lengths}
-        return {"env": env, "next_traj_id": self._ids.next_id, **copy.deepcopy(kept)}
+    async def state(self) -> dict[str, Any]:
+        """Return the state, without the environment if that cannot be pickled; after the reset in progress,
+        which may go on when the batch is complete."""
+        async with self._lock:
+            try:
+                env = dump_env(self.env.env)
+            except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
+                env = None
+            self._flush()
+            lengths = as_tensor(np.asarray(self._steps - self._ids.begun))
+            ids = as_tensor(self._ids.current)
+            kept = {"current": as_tensors(self._observed()), "traj_ids": ids, "lengths": lengths}
+            return {"env": env, "next_traj_id": self._ids.next_id, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> Env | None:
         """Restore a state. Begins a new episode if the state has no environment. Returns the environment that

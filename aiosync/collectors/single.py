@@ -84,9 +84,9 @@ class Collector(MultiCollector):
     def _host_factory(self) -> tuple[MakeHost, BaseContext | None]:
         return LocalHost, None
 
-    async def _keep_environments(self) -> None:
-        if self._pool is not None:
-            await self._call_all("keep_environments", None)
+    async def _keep_environments(self, timeout: float | None) -> None:
+        if self._pool is not None:  # it may have failed, unlike its worker
+            await self._pool.call("keep_environments", {0: []}, self._deadline(timeout))
 
     async def fake_tensordict(self) -> TensorDictBase:
         """Return zeros with the layout of a batch. A copy of the policy takes a step for it in another
@@ -99,7 +99,16 @@ class Collector(MultiCollector):
         batch, make, factory = self.config.batch, self._envs[0], self.policy_factory[0]
         config = replace(
             self.config,
-            batch=replace(batch, frames_per_batch=1, total_frames=-1, split_trajs=False, postproc=None),
+            batch=replace(
+                batch,
+                frames_per_batch=1,
+                total_frames=-1,
+                split_trajs=False,
+                postproc=None,
+                trajs_per_batch=None,
+                trajs_per_write=None,
+                traj_format=None,
+            ),
             weights=WeightConfig(),
             replay=ReplayConfig(),
         )

@@ -15,6 +15,12 @@ from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import ENDS, TRAJ_IDS
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
+from aiosync.collectors.versions import VERSION
+
+_ENDLESS = (
+    "the workers step, but no trajectory has ended, or each was older than max_staleness=: has the "
+    "environment a limit of steps (max_episode_steps, max_frames_per_traj=)?"
+)
 
 
 class TrajectoryIterator(BatchIterator):
@@ -50,14 +56,27 @@ class TrajectoryIterator(BatchIterator):
             or self.config.replay.replay_buffer is not None
         ):
             return await super()._next_batch(pool)
-        while not self._has_batch:
+        most, deadline = -1, self._deadline(None)
+        while not self._has_fresh_batch(assembler):
             if super()._is_done:
                 raise EndOfBatches
-            await self._wait_while_paused()
+            if assembler.complete > most or not self._not_paused.is_set():
+                await self._wait_while_paused()
+                most, deadline = max(most, assembler.complete), self._deadline(None)
+            elif not deadline.remaining():
+                raise deadline.error("receive", hint=_ENDLESS)
             batch = await super()._next_batch(pool)
             assert batch is not None
             self._add(assembler, batch)
         return join(assembler.take(config.trajs_per_batch), config.traj_format or "padded")
+
+    def _has_fresh_batch(self, assembler: TrajectoryAssembler) -> bool:
+        """Return whether there is a batch, after whole trajectories that are too old were forgotten."""
+        allowed = self.config.weights.max_staleness
+        if allowed is not None:
+            oldest = self._version_number - allowed
+            assembler.keep(lambda trajectory: int(trajectory[VERSION].min()) >= oldest)
+        return self._has_batch
 
     def _write(self, found: TensorDictBase, *, whole: bool) -> None:
         assembler = self._assembler
@@ -142,6 +161,10 @@ class TrajectoryAssembler:
         """Return and forget the oldest ``count`` complete trajectories, or all if there are fewer."""
         taken, self._complete = self._complete[:count], self._complete[count:]
         return taken
+
+    def keep(self, which: Callable[[TensorDictBase], bool]) -> None:
+        """Forget the complete trajectories for which ``which`` returns False."""
+        self._complete = [trajectory for trajectory in self._complete if which(trajectory)]
 
     def forget(self, which: Callable[[int], bool]) -> None:
         """Forget the frames of trajectories that have not ended. ``which``: takes a trajectory's number."""

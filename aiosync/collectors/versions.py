@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakValueDictionary
 
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
@@ -87,8 +87,8 @@ class PolicyVersions:
         return [self._nested(n) for n in numbers] if isinstance(numbers, list) else self._names[numbers]
 
 
-_limits: WeakKeyDictionary[Any, ref[AgeLimit]] = WeakKeyDictionary()
-"""Replay buffer -> the limit of the collector that got it last."""
+_limits: WeakValueDictionary[int, AgeLimit] = WeakValueDictionary()
+"""The id of a replay buffer -> its limit. That keeps its collector, and so the buffer."""
 
 
 class AgeLimit:
@@ -98,32 +98,35 @@ class AgeLimit:
     torchrl's gets a transform that removes old frames from what was sampled. From any other object nothing is
     removed.
 
+    The limit holds until another collector gets the buffer, with a limit or without one: its versions are
+    counted apart.
+
     Args:
         replay_buffer: the replay buffer.
-        limit: how many versions behind the newest a frame may be.
+        limit: how many versions behind the newest a frame may be; None: any number.
         newest: returns the newest version.
     """
 
-    def __init__(self, replay_buffer: Any, limit: int, newest: Callable[[], int]) -> None:
+    def __init__(self, replay_buffer: Any, limit: int | None, newest: Callable[[], int]) -> None:
         self._newest = newest
-        self._limit: int | None = limit  # None: a later collector's counts
+        self._limit = limit
         sampler = getattr(replay_buffer, "sampler", None)
-        self._sampler = sampler if hasattr(sampler, "consumer_version") else None
+        knows_versions = hasattr(sampler, "consumer_version") and hasattr(sampler, "max_staleness")
+        self._sampler = sampler if knows_versions else None
         append = getattr(replay_buffer, "append_transform", None)
+        former = _limits.get(id(replay_buffer))
+        if former is not None:
+            former._limit = None
+        _limits[id(replay_buffer)] = self
         if self._sampler is not None:
-            own = self._sampler.max_staleness
-            self._sampler.max_staleness = limit if own < 0 else min(own, limit)
-        elif callable(append):
-            former = _limits.get(replay_buffer, lambda: None)()
-            if former is not None:  # another collector's, whose versions are counted apart
-                former._limit = None
-            _limits[replay_buffer] = ref(self)
+            _limit_sampler(self._sampler, limit)
+        elif limit is not None and callable(append):
             append(self.without_old)
         self.update()
 
     def update(self) -> None:
         """Called after each update of the policy."""
-        if self._sampler is not None:
+        if self._sampler is not None and self._limit is not None:
             self._sampler.consumer_version = self._newest()
 
     def without_old(self, frames: TensorDictBase) -> TensorDictBase:
@@ -134,3 +137,14 @@ class AgeLimit:
         oldest = versions.reshape(len(versions), -1).amin(dim=-1)
         keep = oldest >= self._newest() - self._limit
         return frames if bool(keep.all()) else frames[keep]
+
+
+def _limit_sampler(sampler: Any, limit: int | None) -> None:
+    """Let a sampler use the lower one of ``limit`` and its own ``max_staleness``; -1: there is none."""
+    former: tuple[int, int] | None = getattr(sampler, "_aiosync_limits", None)
+    if limit is None and former is None:
+        return
+    # Another collector has set it, and the program has not set it since.
+    own: int = former[1] if former and former[0] == sampler.max_staleness else sampler.max_staleness
+    sampler.max_staleness = own if limit is None else limit if own < 0 else min(own, limit)
+    sampler._aiosync_limits = sampler.max_staleness, own

@@ -310,7 +310,7 @@ class Worker:
             "env_state_dict": copy.deepcopy(env),
             "frames": self._frames,
             "iter": self._batches - 1,
-            "rollouts": [rollout.state() for rollout in self._rollouts],
+            "rollouts": [await rollout.state() for rollout in self._rollouts],
             "torch": torch.get_rng_state(),
             "numpy": np.random.get_state(),
             "random": random.getstate(),

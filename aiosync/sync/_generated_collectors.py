@@ -60,6 +60,7 @@ class MultiCollector(BlockingCollector):
             UnsupportedTensorError, ArenaAllocationError: the weights cannot be sent.
             WorkerLostError: a worker died.
             SyncTimeoutError: not all workers were ready in time.
+            NotConnectedError: the collector is connected, was closed, or is closed by another task meanwhile.
         """
         self._blocking_connect(timeout)
 

@@ -32,6 +32,7 @@ async def test_a_replay_buffer_is_filled_instead(sync: bool) -> None:
     replay = ListReplayBuffer()
     async with collecting(ENVS, make_policy(), sync=sync, total_frames=60, replay_buffer=replay) as collector:
         assert [batch async for batch in collector] == [None] * 3
+        assert (await collector.stats())["batches"] == 3
     assert len(replay.frames) == 60
     assert replay.frames[0].batch_size == ()
     async with collecting(ENVS, total_frames=40, replay_buffer=replay, extend_buffer=False) as collector:

@@ -225,7 +225,7 @@ class Run:
         elif call == "restart":
             await rollout.restart(50)
         elif call == "state":
-            self._saved = state = rollout.state()
+            self._saved = state = await rollout.state()
             state["env"] = None  # a new episode begins when it is loaded
             self.found.append(
                 {str(key): value for key, value in copy.deepcopy(state).items() if key != "env"}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import multiprocessing
 import os
 import pickle
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -15,7 +18,14 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
-from aiosync import InvalidArgumentError, NotConnectedError, SharedMemWeightSyncScheme, WorkerLostError
+from aiosync import (
+    InvalidArgumentError,
+    NotConnectedError,
+    SharedMemWeightSyncScheme,
+    SyncTimeoutError,
+    TCPWeightSyncScheme,
+    WorkerLostError,
+)
 from aiosync.collectors import (
     Collector,
     CollectorConfig,
@@ -24,9 +34,10 @@ from aiosync.collectors import (
     MultiSyncCollector,
     ProcessConfig,
 )
+from aiosync.sync import collectors as sync_collectors
 from tests.collectors.kit import ENVS, ListReplayBuffer, check, collecting, pids_of, workers_of
 from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
-from tests.kit.clock import PATIENCE, eventually, within
+from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.marked import mark
 
 BOTH = pytest.mark.parametrize("sync", [True, False])
@@ -226,6 +237,86 @@ async def test_who_waits_while_it_is_closed(sync: bool) -> None:
             await within(waiting, 2)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.4])
+async def test_an_end_while_another_task_connects(seconds: float) -> None:
+    for turns in (0, 1, 2, 3, 5, 8):
+        collector = MultiCollector(ENVS, make_policy(), timeout=PATIENCE)
+        connecting = asyncio.create_task(collector.connect())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.sleep(seconds)
+        connected = connecting.done()
+        closing = asyncio.create_task(collector.aclose())
+        await asyncio.sleep(0)
+        await within(collector.aclose(timeout=1))
+        assert multiprocessing.active_children() == []
+        await within(closing)
+        (outcome,) = await within(asyncio.gather(connecting, return_exceptions=True))
+        assert outcome is None if connected else isinstance(outcome, NotConnectedError)
+        with pytest.raises(NotConnectedError, match="was closed"):
+            await collector.connect()
+
+
+async def test_an_end_while_it_connects_to_its_own_sender() -> None:
+    """Which does not answer."""
+    asked = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        upstream = TCPWeightSyncScheme(f"tcp://127.0.0.1:{port}", token="a token of the tests")
+        options: dict[str, Any] = {"weight_recv_schemes": {"policy": upstream}, "worker_idx": 0}
+        collector = MultiCollector(ENVS, make_policy(), timeout=PATIENCE, **options)
+        connecting = asyncio.create_task(collector.connect())
+        await within(asked.wait())
+        await within(collector.aclose())
+        with pytest.raises(NotConnectedError, match="while it connected"):
+            await within(connecting)
+        assert multiprocessing.active_children() == []
+
+
+def test_an_end_while_another_thread_connects() -> None:
+    collector = sync_collectors.MultiCollector(
+        [functools.partial(_slow, 3.0)] * 2, make_policy(), timeout=PATIENCE
+    )
+    with ThreadPoolExecutor(1) as executor:
+        connecting = executor.submit(collector.connect)
+        time.sleep(0.5)
+        collector.close()
+        assert multiprocessing.active_children() == []
+        with pytest.raises(NotConnectedError):
+            connecting.result(PATIENCE)
+
+
+def _slow(seconds: float) -> Any:
+    time.sleep(seconds)
+    return Counting()
+
+
+async def test_trajectories_that_never_end() -> None:
+    """The frames so far are kept: the next call goes on."""
+    options: dict[str, Any] = {"frames_per_batch": 5, "trajs_per_batch": 1, "timeout": BRIEF}
+    async with Collector(functools.partial(_Endless, 10**9), make_policy(), **options) as collector:
+        with pytest.raises(SyncTimeoutError, match="no trajectory has ended"):
+            await within(anext(collector))
+        await collector.map_fn("env.end")
+        (steps,) = (await within(anext(collector)))["observation"][..., 2].tolist()
+        assert len(steps) > 10
+        assert steps == list(range(len(steps)))
+
+
+class _Endless(Counting):
+    def __init__(self, length: int) -> None:
+        super().__init__(length=length)
+
+    def end(self) -> None:
+        self.length = self.count + 1
+
+
 @BOTH
 async def test_several_take_the_last_ones(sync: bool) -> None:
     async with collecting(ENVS, sync=sync, total_frames=40) as collector:
@@ -308,6 +399,60 @@ async def test_a_pause_between_the_batches_of_trajectories() -> None:
                 assert not waiting.done()
                 assert not any(worker.requested for worker in workers_of(collector))
         await within(waiting)
+
+
+async def test_a_pause_while_the_collector_sends_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that the task of start() has not taken wait for it, and it waits for the end of the pause."""
+    replay, sending = ListReplayBuffer(), asyncio.Event()
+    options: dict[str, Any] = {"sync": False, "replay_buffer": replay, "update_at_each_batch": True}
+    async with collecting(ENVS, make_policy(), **options) as collector:
+        send = collector.update_policy_weights_
+
+        async def slowly() -> None:
+            sending.set()
+            await asyncio.sleep(0.3)
+            await send()
+
+        monkeypatch.setattr(collector, "update_policy_weights_", slowly)
+        await collector.start()
+        await eventually(lambda: bool(replay.frames), "it collects")
+        sending.clear()
+        await within(sending.wait())
+        async with asyncio.timeout(PATIENCE), collector.pause(PATIENCE):
+            before = len(replay.frames)
+            await asyncio.sleep(0.5)
+            assert len(replay.frames) == before
+        await eventually(lambda: len(replay.frames) > before, "it goes on")
+
+
+async def test_a_second_start() -> None:
+    replay = ListReplayBuffer()
+    options: dict[str, Any] = {"total_frames": 40, "replay_buffer": replay}
+    async with collecting(ENVS, make_policy(), **options) as collector:
+        state = await collector.state_dict()
+        await collector.start()
+        await eventually(lambda: not collector.is_running(), "it ends")
+        await collector.load_state_dict(state)
+        await collector.start()
+        await eventually(lambda: len(replay.frames) == 80, "it collects again")
+        await eventually(lambda: not collector.is_running(), "it ends")
+        await collector.load_state_dict(state)
+        replay.extend = lambda frames: 1 / 0  # type: ignore[method-assign, assignment]
+        await collector.start()
+        await eventually(lambda: not collector.is_running(), "it fails")
+        with pytest.raises(ZeroDivisionError):
+            await collector.start()
+
+
+async def test_a_collector_whose_buffer_failed_ends_with_its_environments_kept() -> None:
+    env, replay = AsyncCounting(), ListReplayBuffer()
+    replay.extend = lambda frames: 1 / 0  # type: ignore[method-assign, assignment]
+    collector = Collector(env, make_policy(), frames_per_batch=20, replay_buffer=replay, timeout=PATIENCE)
+    await collector.connect()
+    await collector.start()
+    await eventually(lambda: not collector.is_running(), "it fails")
+    await collector.shutdown(close_env=False)
+    assert not env.closed
 
 
 async def test_a_failed_collector_ends_with_its_environments_kept() -> None:

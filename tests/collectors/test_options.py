@@ -20,7 +20,7 @@ from aiosync.collectors import (
     MultiCollector,
     ProcessConfig,
 )
-from tests.collectors.kit import ENVS, check, collecting, workers_of
+from tests.collectors.kit import ENVS, ListReplayBuffer, check, collecting, workers_of
 from tests.collectors.worlds import Counting, make_policy
 from tests.kit.marked import mark
 
@@ -279,6 +279,15 @@ async def test_devices(sync: bool) -> None:
         check(batch)
 
 
+class _Named:
+    """A tracker as torchrl's of UUIDs."""
+
+    version = "first"
+
+    def increment_version(self) -> None:
+        """Not called."""
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -296,6 +305,14 @@ async def test_devices(sync: bool) -> None:
         ({"num_workers": 0}, "expected a positive number"),
         ({"preemptive_threshold": -0.1}, "a number in \\[0, 1\\]"),
         ({"max_staleness": 1, "sync": True}, "max_staleness= needs sync=False"),
+        (
+            {"max_staleness": 1, "track_policy_version": _Named(), "replay_buffer": ListReplayBuffer()},
+            "needs versions that are numbers: got a tracker whose version is 'first'",
+        ),
+        (
+            {"max_staleness": 1, "track_policy_version": _Named(), "trajs_per_batch": 1, "sync": False},
+            "needs versions that are numbers",
+        ),
         ({"start_method": "fork"}, "expected 'spawn' or 'forkserver'"),
         ({"weight_updater": 3}, "weight_updater: expected an updater"),
         ({"collector_class": dict}, "is an option of torchrl alone: a worker steps its environments"),

@@ -272,3 +272,40 @@ def test_the_blocking_twin() -> None:
             assert batch["policy_version"].unique().tolist() == [version]
             mark(policy, version + 1)
             collector.update_policy_weights_()
+
+
+async def test_a_state_is_not_that_of_a_reset_in_progress() -> None:
+    """A batch may be complete while the environment of another rollout begins its next episode."""
+    envs = iter([_Timed("fast", 2, 0.0, 0.5), _Timed("slow", 100, 0.05, 0.0)] * 2)
+    options = OPTIONS | {"frames_per_batch": 4, "envs_per_worker": 2}
+    async with Collector(lambda: next(envs), make_policy(), **options) as collector:
+        await anext(collector)
+        state = await collector.state_dict()
+    async with Collector(lambda: next(envs), make_policy(), **options) as restored:
+        await restored.load_state_dict(state)
+        batch = await anext(restored)
+    ids, counts = batch["collector", "traj_ids"].flatten(), batch["observation"][..., 2].flatten()
+    for number in ids.unique().tolist():
+        first = 2 if number == 1 else 0  # the slow one's episode goes on
+        found = counts[ids == number].tolist()
+        assert found == [first + step for step in range(len(found))]
+
+
+class _Timed(AsyncCounting):
+    """Steps and resets that take time."""
+
+    def __init__(self, name: str, length: int, step: float, reset: float) -> None:
+        super().__init__(len(name), length, step)
+        self._of_reset, self._resets = reset, 0
+
+    async def reset(self, *, seed: int | None = None) -> Any:
+        self._resets += 1
+        if self._resets > 1:
+            await asyncio.sleep(self._of_reset)
+        return await super().reset(seed=seed)
+
+
+async def test_zeros_of_a_collector_of_whole_trajectories() -> None:
+    options = OPTIONS | {"trajs_per_batch": 3, "traj_format": "cat"}
+    async with Collector(Counting, make_policy(), **options) as collector:
+        assert (await collector.fake_tensordict()).batch_size == (20,)

@@ -17,6 +17,7 @@ from aiosync.collectors import Collector, MultiCollector
 from tests.collectors.kit import ListReplayBuffer, collecting, pid_of, workers_of
 from tests.collectors.worlds import AsyncCounting, Counting, make_policy
 from tests.kit.clock import PATIENCE, eventually, within
+from tests.kit.marked import mark
 
 LENGTHS = (5, 3, 11)
 """Steps of the episodes of the environment with this name."""
@@ -148,3 +149,15 @@ async def test_a_worker_that_dies() -> None:
     frames: Any = torch.stack(replay.frames)
     for number in frames["collector", "traj_ids"].unique():
         check(frames[frames["collector", "traj_ids"] == number])
+
+
+async def test_trajectories_that_are_too_old_are_dropped() -> None:
+    """A worker's batch has several: those that were not taken are older at the next call."""
+    policy = make_policy()
+    options: dict[str, Any] = {"sync": False, "max_staleness": 1, "trajs_per_batch": 1}
+    async with collecting([Counting] * 2, policy, frames_per_batch=70, **options) as collector:
+        for version in range(1, 20):
+            batch = await within(anext(collector))
+            assert batch["policy_version"][batch["collector", "mask"]].min() >= collector.policy_version - 1
+            mark(policy, version)
+            await collector.update_policy_weights_()
