@@ -23,7 +23,6 @@ from aiosync.events import EventSource, logger
 from aiosync.protocol.frames import Abort, Bye, Cut, Frame, Interrupt, Update
 from aiosync.receiver.calls import ReceivingEndpoint
 from aiosync.receiver.connection import Connector, SenderConnection
-from aiosync.receiver.joint_commit import give_up
 from aiosync.receiver.listeners import ReceiverReporter, UpdateListener
 from aiosync.receiver.update_handler import UpdateHandler
 from aiosync.receiver.updates import Applier
@@ -176,7 +175,7 @@ class WeightReceiver(ReceivingEndpoint):
                 case Interrupt():
                     self._handler.interrupted("another worker of the broadcast was lost")
                 case Abort(joint=joint):
-                    give_up(joint, self._connection.worker, "the sender called it off")
+                    self.applier.abort(joint, self._connection.worker)
         if session.outgoing:
             self._connection.flush()
         if session.superseded:

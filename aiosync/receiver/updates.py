@@ -13,6 +13,7 @@ from torch import Tensor
 from aiosync._deadline import Deadline
 from aiosync.errors import LayoutMismatchError
 from aiosync.protocol.frames import Update, Welcome
+from aiosync.receiver.joint_commit import give_up
 from aiosync.transfer.base import InboundTransfer
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import FramedTransport
@@ -238,6 +239,10 @@ class Applier(ABC):
         The waiting commit would only keep the sender's memory in use.
         """
         return
+
+    def abort(self, joint_id: str, worker: int) -> None:
+        """The sender has called a joint update off: this worker commits none of its parts."""
+        give_up(joint_id, worker, "the sender called it off")
 
     # -- the end ---------------------------------------------------------------------------------
 

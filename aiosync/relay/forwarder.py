@@ -17,7 +17,7 @@ from aiosync.errors import ArenaAllocationError, NotConnectedError, RelayRingErr
 from aiosync.events import logger
 from aiosync.protocol.frames import Chunk, End, Update
 from aiosync.protocol.nack import DownstreamError
-from aiosync.receiver.updates import Applier, PendingUpdate
+from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
 from aiosync.schemes.tcp import RelayParts
 from aiosync.sender.failures import first_failure
 from aiosync.sender.lost_workers import AwayWorkers
@@ -177,9 +177,10 @@ class RelayForwarder(Applier):
         )
         self._id = self.registry.via[-1]
         self._away = self.registry.away = AwayWorkers(parts.reconnect_for)
-        # The acknowledgements that commit() waits for, and the loop time when it began.
+        # The acknowledgements that commit() waits for, the loop time when it began, and whether there is a
+        # newer version.
         self._acks: PendingAcks | None = None
-        self._since = 0.0
+        self._since, self._overtaken = 0.0, False
 
     # -- the connection -------------------------------------------------------------------------------
 
@@ -276,7 +277,7 @@ class RelayForwarder(Applier):
         write, publisher = self._write, self._publisher
         assert write is not None and publisher is not None
         self._settle()  # the update before, if the link broke just after it had arrived
-        self._write, self.may_fetch = None, False
+        self._write, self.may_fetch, self._overtaken = None, False, False
         write.begun, write.copying = True, arriving
         if update.names is not None and update.base == self.version:
             write.names = tuple(update.names)
@@ -298,6 +299,13 @@ class RelayForwarder(Applier):
             # The trainer has the acknowledgement of this version, so it cannot be withdrawn.
             publication.publisher.settle(publication, may_withdraw=False)
 
+    def abort(self, joint_id: str, worker: int) -> None:
+        publication = self._publication
+        parts = publication.joint if publication is not None else None
+        if publication is not None and parts is not None and parts.mark.id == joint_id:
+            for target in publication.targets:
+                parts.cancel_for(target)
+
     def aborted(self) -> None:
         """Cancel the update that was arriving."""
         publication, self._publication = self._publication, None
@@ -318,16 +326,20 @@ class RelayForwarder(Applier):
     async def commit(self, pending: PendingUpdate, on_wait: Callable[[], None]) -> None:
         """Wait until the workers have answered.
 
-        If workers refused, were lost or did not answer, DownstreamError; the others have the version.
+        Raises:
+            DownstreamError: workers refused, were lost or did not answer; the others have the version.
+            Overtaken: workers did not answer, and there is a newer version; the others have this one.
         """
         publication = self._publication
         if publication is None or publication.acks is None or self._landing is None:
             raise NotConnectedError("this relay was closed, or lost the update, before its workers had it")
         self.version = self.in_service = pending.update.version
         self._landing.committed(None)
-        acks, deadline = publication.acks, publication.deadline
-        self._acks = acks
-        self._since = self._home.time()
+        # Not the publication's deadline: the bytes may have taken long to arrive.
+        acks, deadline = publication.acks, Deadline.after(self._options.seconds(None))
+        self._acks, self._since = acks, self._home.time()
+        if self._overtaken:
+            self._give_up_late()
         while await acks.wait(deadline, self.registry.timer):
             if not await self._away.one_returns(deadline):
                 break
@@ -336,9 +348,11 @@ class RelayForwarder(Applier):
         self._acks = None
         self._settle()
         words = [str(failure)] if failure is not None else []
-        if failure is None and silent:
-            words.append(f"workers {silent} did not answer")
         away = self._away.now()
+        if failure is None and silent:
+            if self._overtaken and not away:
+                raise Overtaken
+            words.append(f"workers {silent} did not answer")
         if away:
             words.append(f"workers {away} have lost this relay and may still act on an older version")
         if words:
@@ -346,12 +360,17 @@ class RelayForwarder(Applier):
         pending.committed = True
 
     def overtake(self) -> None:
-        """Stop waiting for silent workers after as long as a sender would wait."""
+        if not self._overtaken:
+            self._overtaken = True
+            self._give_up_late()
+
+    def _give_up_late(self) -> None:
+        """Wait for silent workers only for as long as a sender would."""
         if self._acks is not None:
             self._home.call_at(self._since + LATE_AFTER, self._acks.give_up)
 
     def disconnected(self) -> None:
-        self.overtake()
+        self._give_up_late()
         wait, self._room_wait = self._room_wait, None
         if wait is not None:
             wait.reschedule(self._home.time())

@@ -66,6 +66,11 @@ class WeightRelay(AsyncResource):
         """Why no more updates will come: the trainer has gone, or the relay failed. None before that."""
         return self._receiver.ended if self._receiver is not None else None
 
+    @property
+    def lost(self) -> bool:
+        """Whether the trainer has gone without closing, or the relay failed: see :attr:`ended`."""
+        return self._receiver is not None and self._receiver.lost
+
     async def connect(self, timeout: float | None = None) -> None:
         """Connect to the trainer, receive its newest version, then accept workers.
 
@@ -102,6 +107,7 @@ class WeightRelay(AsyncResource):
     async def _close(self) -> None:
         receiver, self._receiver, self._parts = self._receiver, None, None
         await self._host.aclose()
+        self._host = BackgroundTasks("aiosync-relay")  # for another connect()
         if receiver is not None:
             await receiver.aclose()
         await self._downstream.aclose()

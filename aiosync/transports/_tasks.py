@@ -33,7 +33,9 @@ class BackgroundTasks:
         self._stop = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the task group. If the caller is cancelled, nothing is left running."""
+        """Start the task group, once. If the caller is cancelled, nothing is left running."""
+        if self._stop.is_set():
+            raise RuntimeError(f"{self._name}: the tasks were closed: make other ones")
         ready = asyncio.Event()
         self._task = asyncio.create_task(self._main(ready), name=self._name)
         try:
