@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from aiosync._deadline import Deadline
 from aiosync.errors import AiosyncError, JointUpdateError, Phase, SyncTimeoutError, WorkerLostError
 from aiosync.reports import WorkerReport
+
+E = TypeVar("E", bound=BaseException)
 
 
 def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> AiosyncError | None:
@@ -33,11 +36,15 @@ def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> Aiosyn
     if late:
         found.append(_timeout(late, deadline))
     found += gave_way
-    if not found:
-        return None
-    for other in found[1:]:
-        found[0].add_note(f"also: {type(other).__name__}: {str(other).splitlines()[0]}")
-    return found[0]
+    return with_notes(found) if found else None
+
+
+def with_notes(errors: Sequence[E]) -> E:
+    """Return the first error, with a note for each of the others."""
+    first, *others = errors
+    for other in others:
+        first.add_note(f"also: {type(other).__name__}: {str(other).partition(chr(10))[0]}")
+    return first
 
 
 def _timeout(late: list[WorkerReport], deadline: Deadline) -> SyncTimeoutError:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tensordict import TensorDictBase
@@ -13,7 +14,7 @@ from aiosync import collectors
 from aiosync.collectors.collector import ThreadLimit
 from aiosync.errors import BlockingCallError
 from aiosync.sync._portal import portal
-from aiosync.updaters.base import bounded
+from aiosync.updaters.base import bounded, current_deadline
 
 if TYPE_CHECKING:
     from aiosync.collectors import MultiCollector
@@ -89,11 +90,15 @@ class BlockingCollector:
 
     def _blocking_connect(self, timeout: float | None = None) -> None:
         self._begun = True
-        portal().call(self._async.connect, timeout)
+        portal().adopt(self, self._async.aclose)  # ends the workers at exit if close() is not called
+        try:
+            portal().call(self._async.connect, timeout)
+        finally:
+            if self._async.closed:  # it has failed, or another thread has closed it
+                portal().release(self)
         # connect() has done this for the portal's thread: torch counts threads for each calling thread.
         self._threads = ThreadLimit(self._async)
         self._threads.set()
-        portal().adopt(self, self._async.aclose)  # ends the workers at exit if close() is not called
 
     def __enter__(self) -> Self:
         self._started  # noqa: B018 - starts the workers
@@ -147,9 +152,30 @@ def run_inline(steps: Coroutine[Any, Any, T]) -> T:
     )
 
 
+class _PushLock:
+    """A lock that can be pickled with its updater."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[_PushLock], tuple[()]]:
+        return _PushLock, ()
+
+
 class InlineHooks:
     """The updaters' twins run in the caller's thread: they call hooks there, and await on the portal what a
     hook returns."""
 
     async def _settle(self, result: Any) -> Any:
         return portal().call(bounded, result) if inspect.isawaitable(result) else result
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        lock: _PushLock = vars(self).setdefault("_pushing", _PushLock())
+        deadline = current_deadline()
+        if not lock.lock.acquire(timeout=deadline.remaining()):
+            raise deadline.error("stage", hint="another push was in progress")
+        try:
+            yield
+        finally:
+            lock.lock.release()

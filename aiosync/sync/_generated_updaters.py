@@ -13,7 +13,7 @@ from aiosync.updaters.base import WorkerIds
 class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
     """The blocking twin of :class:`aiosync.updaters.WeightUpdaterBase`: same arguments, same methods.
 
-    Pushes a policy's weights to workers.
+    Pushes a policy's weights to workers, one push after the other.
     """
 
     def push_weights(  # type: ignore[override]

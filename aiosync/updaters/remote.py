@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiosync.errors import InvalidArgumentError, UnknownWorkerError, WorkerError
+from aiosync.sender.failures import with_notes
 from aiosync.transports._offload import DetachedThread, detached
 from aiosync.transports.ray.transport import PutWeights, RayActor, handle_of, put_weights
 from aiosync.transports.remote_calls import RemoteObject
@@ -94,9 +95,9 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
         timeout = max(0.0, current_deadline().remaining() - _EARLIER)
         sends = [each.send_weights if wait else each.send_weights_async for each in transports]
         sending = (send(weights, timeout=timeout) for send in sends)
-        for result in await asyncio.gather(*sending, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
+        results = await asyncio.gather(*sending, return_exceptions=True)
+        if failures := [result for result in results if isinstance(result, BaseException)]:
+            raise with_notes(failures)
 
     def _transport(self, worker: WorkerId) -> RemoteObject:
         if not isinstance(worker, int) or not 0 <= worker < self.num_workers:
@@ -238,6 +239,6 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         store.set(f"NODE_{rank}_in", b"update_weights")
         (weights.send if self._sync else weights.isend)(rank)
         status = store.get(answer)
+        store.delete_key(answer)  # also a refusal: the next push would take it for its own answer
         if status not in (b"updated", "updated"):
             raise WorkerError(f"rank {rank}: expected the status 'updated' in the store, got {status!r}")
-        store.delete_key(answer)

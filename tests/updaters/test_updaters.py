@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +25,16 @@ from aiosync import (
     InvalidArgumentError,
     LayoutMismatchError,
     NotInitializedError,
+    RemoteApplyError,
     SyncTimeoutError,
     UnknownWorkerError,
     WeightSourceError,
+    WorkerLostError,
     updaters,
 )
 from aiosync.sync import updaters as blocking
+from aiosync.updaters.remote import RemoteCollectorsUpdater
+from aiosync.weights.strategy import WeightStrategy
 from tests.kit.clock import BRIEF, PATIENCE
 from tests.updaters.workers import follow
 
@@ -327,6 +334,60 @@ async def test_remote_module(library: Any) -> None:
     assert updater.all_worker_ids() is None
 
 
+async def test_two_pushes_at_once(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other: else some parameters would have the values of one, and some those of the other."""
+    inside, most = 0, 0
+    apply = WeightStrategy.apply_weights
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.1)
+        apply(*args, **kwargs)
+        inside -= 1
+
+    monkeypatch.setattr(WeightStrategy, "apply_weights", slowly)
+    policy = _policy(0.0)
+    updater = library.VanillaWeightUpdater.from_policy(policy)
+    if library is updaters:
+        pushes = [updater.push_weights(_policy(value)) for value in (1.0, 2.0)]
+    else:
+        pushes = [asyncio.to_thread(updater.push_weights, _policy(value)) for value in (1.0, 2.0)]
+    await asyncio.gather(*pushes)
+    assert most == 1
+    assert policy.weight.unique().tolist() in ([1], [2])
+    copied = copy.deepcopy(updater)
+    await settled(copied.push_weights(_policy(3.0)))
+    monkeypatch.setattr(WeightStrategy, "apply_weights", lambda *args, **kwargs: time.sleep(2 * BRIEF))
+    late = asyncio.ensure_future(asyncio.to_thread(lambda: asyncio.run(settled(updater.push_weights({})))))
+    if library is not updaters:
+        await asyncio.sleep(BRIEF / 2)
+        with pytest.raises(SyncTimeoutError, match="another push"):
+            updater.push_weights({}, timeout=BRIEF / 2)
+    await late
+
+
+class _Refusing(RemoteCollectorsUpdater):
+    """Collectors that refuse, or that are lost."""
+
+    def _make_transport(self, worker: int) -> Any:
+        error = WorkerLostError([1], "gone") if worker else RemoteApplyError(0, -1, "ValueError", "no", "")
+
+        async def fail(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        return SimpleNamespace(send_weights=fail, send_weights_async=fail)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+async def test_all_collectors_that_fail_are_named(wait: bool) -> None:
+    updater = _Refusing({"w": torch.ones(1)}, 2)
+    with pytest.raises(RemoteApplyError) as caught:
+        await updater.push_weights(wait=wait)
+    assert any("WorkerLostError" in note and "gone" in note for note in caught.value.__notes__)
+
+
 # -- over a store ------------------------------------------------------------------------------------
 
 
@@ -412,6 +473,7 @@ async def test_distributed_status(library: Any) -> None:
     ):
         await settled(updater.push_weights())
     assert store.log == ["NODE_1_in", "NODE_2_in"]
+    assert not [key for key in store.entries if key.endswith("_out")]  # the next push waits for its own
 
 
 @pytest.mark.parametrize("sync", [True, False])
