@@ -185,7 +185,10 @@ async def _run_relay(options: _RelayOptions, token: str | None) -> None:
             typer.echo(f"workers may connect to {node.address}")
             # Inside: the relay says goodbye to its workers and removes its socket's file.
             ended = await _until_sigterm(node.wait_closed())
-            typer.echo(f"the end, at version {node.version}: {node.ended if ended else 'SIGTERM'}")
+            end = f"the end, at version {node.version}: {node.ended if ended else 'SIGTERM'}"
+            typer.echo(end, err=node.lost)
+            if node.lost:
+                raise typer.Exit(1)  # a service manager starts the relay again
 
 
 async def _until_sigterm(work: Coroutine[Any, Any, None]) -> bool:

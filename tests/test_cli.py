@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,7 +28,7 @@ from aiosync.errors import SyncTimeoutError
 from benchmarks.cli import CASES
 from tests.kit.clock import PATIENCE, PROGRAM, within
 from tests.kit.models import Uniform
-from tests.kit.tcp import make_worker
+from tests.kit.tcp import break_off, make_worker
 
 DEMO = [sys.executable, "-m", "aiosync.cli", "demo"]
 
@@ -246,19 +246,19 @@ def test_ctrl_c_ends_the_demo_cleanly(tmp_path: Path) -> None:
     assert not alive
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM handlers")
-async def test_a_relay_serves_metrics_and_ends_cleanly_at_sigterm(tmp_path: Path) -> None:
-    token, here = "a token of the tests", f"unix://{tmp_path}/relay.sock"
+@asynccontextmanager
+async def _relay_process(tmp_path: Path, *options: str) -> AsyncIterator[tuple[Any, Any, str]]:
+    """A trainer and `aiosync relay` below it: the trainer's scheme, the process, and what it has printed."""
+    token = "a token of the tests"
     trainer = TCPWeightSyncScheme("tcp://127.0.0.1:0", token=token, timeout=PATIENCE)
-    model = Uniform(1.0)
-    trainer.init_on_sender(model_id="policy", model=model)
+    trainer.init_on_sender(model_id="policy", model=Uniform(1.0))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(trainer.aclose)
         connecting = asyncio.create_task(trainer.connect(min_workers=1))
         await asyncio.sleep(0)
-        command = ["relay", "--upstream", trainer.address, "--listen", here, "--model-id", "policy"]
+        command = ["relay", "--upstream", trainer.address, "--listen", f"unix://{tmp_path}/relay.sock"]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "aiosync", *command, "--metrics-port", "0",
+            sys.executable, "-m", "aiosync", *command, "--model-id", "policy", *options,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "AIOSYNC_TOKEN": token, "PYTHONUNBUFFERED": "1"},
@@ -276,20 +276,40 @@ async def test_a_relay_serves_metrics_and_ends_cleanly_at_sigterm(tmp_path: Path
             assert line, seen
             seen += line.decode()
         await within(connecting)
-        worker = make_worker(here)
-        stack.push_async_callback(worker.close)
-        await within(worker.connect())
-        await worker.serve()
-        await within(trainer.send())
-        address = next(line for line in seen.splitlines() if line.startswith("metrics: ")).split()[1]
-        served = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=PATIENCE).read())
-        for role in (b"receiver", b"sender"):
-            assert b'aiosync_version{model="policy",role="%b",worker="0"} 1.0' % role in served
-        process.send_signal(signal.SIGTERM)
+        yield trainer, process, seen
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM handlers")
+async def test_a_relay_serves_metrics_and_ends_cleanly_at_sigterm(tmp_path: Path) -> None:
+    async with _relay_process(tmp_path, "--metrics-port", "0") as (trainer, process, seen):
+        worker = make_worker(f"unix://{tmp_path}/relay.sock")
+        try:
+            await within(worker.connect())
+            await worker.serve()
+            await within(trainer.send())
+            address = next(line for line in seen.splitlines() if line.startswith("metrics: ")).split()[1]
+            served = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=PATIENCE).read())
+            for role in (b"receiver", b"sender"):
+                assert b'aiosync_version{model="policy",role="%b",worker="0"} 1.0' % role in served
+            process.send_signal(signal.SIGTERM)
+            after = (await within(process.stdout.read(), PROGRAM)).decode()
+            assert await process.wait() == 0, seen + after
+            assert "the end, at version 1: SIGTERM" in after
+            assert not (tmp_path / "relay.sock").exists()
+        finally:
+            await worker.close()
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_relay_exits_with_an_error_if_the_trainer_did_not_close(tmp_path: Path, lost: bool) -> None:
+    async with _relay_process(tmp_path, "--reconnect-for", "0") as (trainer, process, _):
+        if lost:
+            break_off(trainer)
+        else:
+            await within(trainer.aclose())
         after = (await within(process.stdout.read(), PROGRAM)).decode()
-        assert await process.wait() == 0, seen + after
-        assert "the end, at version 1: SIGTERM" in after
-        assert not (tmp_path / "relay.sock").exists()
+        assert await process.wait() == int(lost), after
+        assert "the end, at version 0" in after
 
 
 async def test_the_ticker_sees_a_stalled_loop() -> None:

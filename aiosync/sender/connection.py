@@ -310,8 +310,8 @@ class WorkerConnection:
         if self._in_flight is not published or self.outbound.access is MemoryAccess.VIEWED:
             return
         if self.outbound.access is MemoryAccess.CHECKED:
-            first, *further = self._reading
-            self._reading = [first]
+            # None if :meth:`cancel_if_stuck` came first.
+            further, self._reading = self._reading[1:], self._reading[:1]
             release_all(further)
         else:
             self._copied()

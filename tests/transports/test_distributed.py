@@ -232,6 +232,9 @@ async def test_a_worker_may_come_first() -> None:
         ({"collective": "tree"}, "expected 'p2p' or 'broadcast'"),
         ({"store": "tcp://here"}, "expected a torch.distributed Store"),
         ({"init_method": "udp://here"}, "expected 'env://' or 'tcp://host:port'"),
+        ({"init_method": "tcp://here:99999"}, "expected 'env://' or 'tcp://host:port'.*0-65535"),
+        ({"init_method": "tcp://here:port"}, "expected 'env://' or 'tcp://host:port'.*'port'"),
+        ({"init_method": "tcp://[::1"}, "expected 'env://' or 'tcp://host:port'.*IPv6"),
         ({"store": HashStore(), "init_method": "env://"}, "not both"),
     ],
 )

@@ -68,19 +68,20 @@ class StoreAddress:
             raise InvalidArgumentError(f"store: expected a torch.distributed Store, got {given}")
         if init_method is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return cls()
-        parts = urlsplit(init_method or "env://")
+        expected = f"init_method={init_method!r}: expected 'env://' or 'tcp://host:port' (or give a store=)"
+        try:
+            parts = urlsplit(init_method or "env://")
+            host, port = parts.hostname, parts.port
+        except ValueError as exc:
+            raise InvalidArgumentError(f"{expected}: {exc}") from exc
         if parts.scheme == "env":
             try:
                 host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             except (KeyError, ValueError) as exc:
                 problem = f"init_method='env://' needs MASTER_ADDR and MASTER_PORT: {exc}"
                 raise InvalidArgumentError(problem) from exc
-        elif parts.scheme == "tcp" and parts.hostname and parts.port:
-            host, port = parts.hostname, parts.port
-        else:
-            raise InvalidArgumentError(
-                f"init_method={init_method!r}: expected 'env://' or 'tcp://host:port' (or give a store=)"
-            )
+        elif parts.scheme != "tcp" or not host or not port:
+            raise InvalidArgumentError(expected)
         return cls(host=host, port=port, serves=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
 
     def open(self) -> tuple[StoreAddress, Any]:
