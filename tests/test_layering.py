@@ -184,6 +184,13 @@ def test_nothing_below_the_twins_imports_us_by_name(module: Module) -> None:
         )
 
 
+def test_the_package_has_nothing_but_source() -> None:
+    files = {
+        path.name for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert files == {"py.typed"}
+
+
 def test_what_is_allowed_is_needed() -> None:
     used = {(module.where, name) for module in MODULES for _, name in module.imports_by_name()}
     assert ALLOWED.keys() <= used

@@ -233,6 +233,8 @@ class MultiCollector(RestorableIterator, AsyncResource):
             raise
 
     async def _open(self, deadline: Deadline) -> None:
+        if self._closed:  # before this task has begun
+            raise NotConnectedError("this collector was closed while it connected")
         make_host, ctx = self._host_factory()
         self._init_senders(ctx)
         if self._updater is None and self._policy_travels:

@@ -279,7 +279,8 @@ class RelayForwarder(Applier):
         self._settle()  # the update before, if the link broke just after it had arrived
         self._write, self.may_fetch, self._overtaken = None, False, False
         write.begun, write.copying = True, arriving
-        if update.names is not None and update.base == self.version:
+        # What has changed since an older version includes all that has changed since this relay's.
+        if update.names is not None and 0 <= update.base <= self.version:
             write.names = tuple(update.names)
         joint = update.joint
         parts = None if joint is None else JointParts(joint, lambda w: self.registry.abort(joint, w))

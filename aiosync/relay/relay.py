@@ -107,7 +107,6 @@ class WeightRelay(AsyncResource):
     async def _close(self) -> None:
         receiver, self._receiver, self._parts = self._receiver, None, None
         await self._host.aclose()
-        self._host = BackgroundTasks("aiosync-relay")  # for another connect()
         if receiver is not None:
             await receiver.aclose()
         await self._downstream.aclose()

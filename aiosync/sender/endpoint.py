@@ -259,7 +259,6 @@ class WeightSender(SendingEndpoint):
         for group in self._groups:
             group.close()
         self._groups.clear()
-        self._host = BackgroundTasks("aiosync-sender")
         self.publisher = Publisher(self._groups, self.registry, self._host, self.spec.first_version)
 
     # -- send -------------------------------------------------------------------------------------

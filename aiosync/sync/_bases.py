@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tensordict import TensorDictBase
@@ -15,6 +14,7 @@ from aiosync.collectors.collector import ThreadLimit
 from aiosync.errors import BlockingCallError
 from aiosync.sync._portal import portal
 from aiosync.updaters.base import bounded, current_deadline
+from aiosync.updaters.push_lock import Turn
 
 if TYPE_CHECKING:
     from aiosync.collectors import MultiCollector
@@ -152,16 +152,6 @@ def run_inline(steps: Coroutine[Any, Any, T]) -> T:
     )
 
 
-class _PushLock:
-    """A lock that can be pickled with its updater."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[type[_PushLock], tuple[()]]:
-        return _PushLock, ()
-
-
 class InlineHooks:
     """The updaters' twins run in the caller's thread: they call hooks there, and await on the portal what a
     hook returns."""
@@ -169,13 +159,9 @@ class InlineHooks:
     async def _settle(self, result: Any) -> Any:
         return portal().call(bounded, result) if inspect.isawaitable(result) else result
 
-    @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        lock: _PushLock = vars(self).setdefault("_pushing", _PushLock())
+    async def _wait_for(self, turn: Turn) -> None:
         deadline = current_deadline()
-        if not lock.lock.acquire(timeout=deadline.remaining()):
-            raise deadline.error("stage", hint="another push was in progress")
         try:
-            yield
-        finally:
-            lock.lock.release()
+            turn.result(deadline.remaining())
+        except TimeoutError:
+            raise deadline.error("stage", hint="another push was in progress") from None

@@ -33,11 +33,10 @@ class BackgroundTasks:
         self._stop = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the task group, once. If the caller is cancelled, nothing is left running."""
-        if self._stop.is_set():
-            raise RuntimeError(f"{self._name}: the tasks were closed: make other ones")
-        ready = asyncio.Event()
-        self._task = asyncio.create_task(self._main(ready), name=self._name)
+        """Start the task group, also after :meth:`aclose`. If the caller is cancelled, nothing is left
+        running."""
+        ready, self._stop = asyncio.Event(), asyncio.Event()
+        self._task = asyncio.create_task(self._main(ready, self._stop), name=self._name)
         try:
             await ready.wait()
         except BaseException:
@@ -62,9 +61,9 @@ class BackgroundTasks:
         await asyncio.wait([task])
         task.result()
 
-    async def _main(self, ready: asyncio.Event) -> None:
+    async def _main(self, ready: asyncio.Event, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as self._group:
             ready.set()
-            await self._stop.wait()
+            await stop.wait()
             for task in self._running:
                 task.cancel()

@@ -6,8 +6,8 @@ import asyncio
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
@@ -25,6 +25,7 @@ from aiosync.errors import (
     WeightSourceError,
 )
 from aiosync.transports._offload import offloaded
+from aiosync.updaters.push_lock import PushLock, Turn
 from aiosync.weights.strategy import WeightStrategy
 
 WorkerId: TypeAlias = "int | torch.device"
@@ -64,13 +65,6 @@ def _limited(timeout: float | None) -> Iterator[None]:
         _deadline.reset(token)
 
 
-class _PushLock(asyncio.Lock):
-    """A lock that can be pickled with its updater."""
-
-    def __reduce__(self) -> tuple[type[_PushLock], tuple[()]]:
-        return _PushLock, ()
-
-
 class WeightUpdaterBase(ABC):
     """Pushes a policy's weights to workers, one push after the other.
 
@@ -89,7 +83,6 @@ class WeightUpdaterBase(ABC):
     _may_lack_weights: ClassVar[bool] = False
     _collector_refs: tuple[Callable[[], Any], ...] = ()
     _hooks: list[Callable[[], Any]] | None = None
-    _pushing: _PushLock | None = None
 
     # -- methods for subclasses ------------------------------------------------------------------------
 
@@ -207,7 +200,9 @@ class WeightUpdaterBase(ABC):
         self, policy_or_weights: Any, worker_ids: WorkerIds, timeout: float | None, **how: Any
     ) -> None:
         with _limited(timeout):
-            async with self._alone():
+            # Otherwise workers could get a part of each of two pushes.
+            with vars(self).setdefault("_pushing", PushLock()).turn() as turn:
+                await self._wait_for(turn)
                 pushing = self._push_weights(
                     policy_or_weights=policy_or_weights, worker_ids=worker_ids, **how
                 )
@@ -216,16 +211,9 @@ class WeightUpdaterBase(ABC):
             for hook in self.post_hooks:
                 await self._settle(hook())
 
-    @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """Wait until no other push updates workers: they would get a part of each."""
-        if self._pushing is None:
-            self._pushing = _PushLock()
-        await bounded(self._pushing.acquire())
-        try:
-            yield
-        finally:
-            self._pushing.release()
+    async def _wait_for(self, turn: Turn) -> None:
+        if not turn.done():
+            await bounded(asyncio.wrap_future(turn))
 
     async def _push_weights(self, *, policy_or_weights: Any, worker_ids: WorkerIds) -> None:
         """Push once, without the hooks."""

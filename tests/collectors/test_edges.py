@@ -257,6 +257,13 @@ async def test_an_end_while_another_task_connects(seconds: float) -> None:
             await collector.connect()
 
 
+async def test_an_end_in_the_turn_in_which_another_task_connects() -> None:
+    collector = MultiCollector(ENVS, make_policy(), timeout=PATIENCE)
+    await within(asyncio.gather(collector.connect(), collector.aclose(), return_exceptions=True))
+    with pytest.raises(NotConnectedError):
+        await within(anext(collector), PATIENCE / 2)
+
+
 async def test_an_end_while_it_connects_to_its_own_sender() -> None:
     """Which does not answer."""
     asked = asyncio.Event()

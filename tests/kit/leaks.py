@@ -112,9 +112,9 @@ def mark_what_is_ours() -> None:
 
 def _shared_memory(tree: set[int]) -> list[str]:
     """The entries of /dev/shm that a process of this tree has made. ``tree``: its processes at the moment."""
-    folder = Path("/dev/shm")
-    names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
-    return [name for name in names if _is_ours(name, tree | _pids)]
+    pids = tree | _pids
+    names = os.listdir("/dev/shm") if os.path.exists("/dev/shm") else []
+    return [name for name in names if _is_ours(name, pids)]
 
 
 def _is_ours(name: str, pids: set[int]) -> bool:

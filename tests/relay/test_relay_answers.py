@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
 import aiosync
 from aiosync import HandshakeError, TCPWeightSyncScheme, WeightRelay, WorkerLostError
@@ -74,6 +75,29 @@ async def test_a_silent_worker_is_no_failure_of_a_version_that_has_a_newer_one(
             await scheme.send(wait=False)  # it would raise what the relay has answered before
             await eventually(lambda: value_of(worker.model) == version, "the others have it")  # noqa: B023
         assert relay.ended is None
+        await silent.close()
+        await worker.close()
+
+
+async def test_a_partial_update_stays_one_below_a_relay_with_a_silent_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The relay has given the version before up, so the trainer does not know that the relay has it."""
+    monkeypatch.setattr(forwarder, "LATE_AFTER", BRIEF)
+    model = Uniform()
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        worker = make_worker(relay.address)
+        await serve(worker)
+        silent = await RawWorker.join(relay._downstream)
+        await silent.hear()
+        own, sent = worker.model.values[:2]
+        own.data.fill_(-5)
+        for version in range(1, 5):
+            weights = {"values.1": torch.full_like(sent, version)}
+            await scheme.send(weights, strict=False, wait=False)
+            await eventually(lambda: worker.model.values[1][0] == version, "it has it")  # noqa: B023
+            assert worker.model.values[0].unique().tolist() == [-5]
         await silent.close()
         await worker.close()
 

@@ -35,7 +35,7 @@ from aiosync import (
 from aiosync.sync import updaters as blocking
 from aiosync.updaters.remote import RemoteCollectorsUpdater
 from aiosync.weights.strategy import WeightStrategy
-from tests.kit.clock import BRIEF, PATIENCE
+from tests.kit.clock import BRIEF, PATIENCE, within
 from tests.updaters.workers import follow
 
 KINDS = ["asyncio", "blocking"]
@@ -359,13 +359,104 @@ async def test_two_pushes_at_once(library: Any, monkeypatch: pytest.MonkeyPatch)
     assert policy.weight.unique().tolist() in ([1], [2])
     copied = copy.deepcopy(updater)
     await settled(copied.push_weights(_policy(3.0)))
-    monkeypatch.setattr(WeightStrategy, "apply_weights", lambda *args, **kwargs: time.sleep(2 * BRIEF))
-    late = asyncio.ensure_future(asyncio.to_thread(lambda: asyncio.run(settled(updater.push_weights({})))))
-    if library is not updaters:
-        await asyncio.sleep(BRIEF / 2)
-        with pytest.raises(SyncTimeoutError, match="another push"):
-            updater.push_weights({}, timeout=BRIEF / 2)
-    await late
+
+
+@pytest.mark.parametrize("who", ["blocking", "another loop", "the same loop"])
+async def test_a_push_that_waits_for_another_one(who: str) -> None:
+    """Of a blocking twin, of another event loop, and of a loop that the former push did not run on."""
+    begun, go, order = threading.Event(), threading.Event(), []
+
+    def push(number: int) -> None:
+        order.append(number)
+        begun.set()
+        assert go.wait(PATIENCE)
+
+    def in_a_thread(number: int) -> None:
+        found = updater.push_weights(number)
+        if inspect.isawaitable(found):
+            asyncio.run(found)  # type: ignore[arg-type]
+
+    library: Any = blocking if who == "blocking" else updaters
+    updater = _pushing(library, push)
+    for _ in range(2):  # each time on other loops
+        begun.clear()
+        go.clear()
+        order.clear()
+        first = asyncio.create_task(asyncio.to_thread(in_a_thread, 1))
+        assert await asyncio.to_thread(begun.wait, PATIENCE)
+        with pytest.raises(SyncTimeoutError):
+            await settled(updater.push_weights(2, timeout=BRIEF))
+        if who == "the same loop":
+            others = [asyncio.ensure_future(updater.push_weights(number)) for number in (3, 4)]
+        else:
+            others = [asyncio.create_task(asyncio.to_thread(in_a_thread, 3))]
+        cancelled = asyncio.create_task(asyncio.to_thread(in_a_thread, 5)) if who == "blocking" else None
+        await asyncio.sleep(BRIEF)
+        assert order == [1]
+        go.set()
+        await within(asyncio.gather(first, *others, *([cancelled] if cancelled else [])))
+        assert order[0] == 1
+        assert 2 not in order
+
+
+def _pushing(library: Any, push: Callable[[int], None]) -> Any:
+    class Pushing(library.WeightUpdaterBase):  # type: ignore[misc]
+        def _maybe_map_weights(self, weights: Any) -> Any:
+            return weights
+
+        def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+            push(server_weights)
+
+    return Pushing()
+
+
+async def test_a_push_inside_a_push(library: Any) -> None:
+    """It is a part of that; and the next one waits for both."""
+    pushed = []
+
+    class Nested(library.WeightUpdaterBase):  # type: ignore[misc]
+        def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> Any:
+            pushed.append(server_weights["n"])
+            if server_weights["n"]:
+                return self.push_weights({"n": server_weights["n"] - 1})
+            return None
+
+    updater = Nested()
+    await settled(updater.push_weights({"n": 3}, timeout=PATIENCE))
+    await settled(updater.push_weights({"n": 0}, timeout=PATIENCE))
+    assert pushed == [3, 2, 1, 0, 0]
+
+
+async def test_a_push_that_is_cancelled_while_it_waits() -> None:
+    inside, go = 0, asyncio.Event()
+
+    class Slow(updaters.WeightUpdaterBase):
+        async def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+            nonlocal inside
+            inside += 1
+            try:
+                assert inside == 1
+                await go.wait()
+            finally:
+                inside -= 1
+
+    updater = Slow()
+    pushes = [asyncio.create_task(updater.push_weights({})) for _ in range(6)]
+    await asyncio.sleep(0.05)
+    for number in (1, 3):
+        pushes[number].cancel()
+    pushes[0].cancel()  # the one that has the turn
+    await asyncio.sleep(0.05)
+    go.set()
+    results = await within(asyncio.gather(*pushes, return_exceptions=True))
+    assert [isinstance(each, asyncio.CancelledError) for each in results] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 class _Refusing(RemoteCollectorsUpdater):
