@@ -286,7 +286,7 @@ class FairLock:
                 self._waiters.remove(waiter)
             if deadline is None or not isinstance(exc, TimeoutError):
                 raise
-            raise deadline.error("stage", hint="an earlier send was still copying") from None
+            raise deadline.error("stage", hint="an earlier call was still copying") from None
 
     def release(self) -> None:
         """Hand the lock to the call that has waited longest, or free it if no call waits."""

@@ -53,7 +53,8 @@ class ReceivingEndpoint(Endpoint):
         return None if views is None else in_format(self.model_applier.strategy, views)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights to the model by hand. No version is counted.
+        """Apply weights to the model by hand. No version is counted. ``inplace``: whether to write into the
+        model's memory, unless that is the sender's, which other workers read.
 
         Raises:
             NotInitializedError: this receiver has no model.
@@ -62,4 +63,5 @@ class ReceivingEndpoint(Endpoint):
         applier = self.model_applier
         if applier.model is None:
             raise NotInitializedError("apply_weights() needs init_on_receiver() with a model")
+        inplace = inplace and not applier.views_sender
         applier.strategy.apply_weights(applier.model, weights, inplace=inplace)

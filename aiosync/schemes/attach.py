@@ -70,6 +70,7 @@ def take_seat(
         _seats[key] = None
     try:
         scheme.init_on_receiver(model_id=model_id, context=target, worker_idx=worker_idx)
+        scheme.create_receiver()
     except BaseException:
         with _lock:
             del _seats[key]

@@ -336,7 +336,8 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
         await self._receiving().wait_closed()
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights to this receiver's model by hand. No version is counted.
+        """Apply weights to this receiver's model by hand. No version is counted. ``inplace``: whether to
+        write into the model's memory, unless that is the sender's, which other workers read.
 
         Raises:
             NotInitializedError: this is not a receiver, or it has no model.
@@ -344,7 +345,10 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
         """
         if self._role != "receiver" or self.model is None:
             raise NotInitializedError("apply_weights() needs init_on_receiver() with a model")
-        self._strategy.apply_weights(self.model, weights, inplace=inplace)
+        if isinstance(self._endpoint, WeightReceiver):
+            self._endpoint.apply_weights(weights, inplace)
+        else:
+            self._strategy.apply_weights(self.model, weights, inplace=inplace)
 
     # -- closing -------------------------------------------------------------------------------------
 

@@ -10,12 +10,13 @@ from typing import Any, Self, TypeAlias
 import anyio
 
 from aiosync._deadline import Deadline
-from aiosync.errors import InvalidArgumentError
+from aiosync.errors import InvalidArgumentError, JointUpdateError
 from aiosync.protocol.frames import Joint
-from aiosync.reports import SendReport
+from aiosync.reports import SendReport, WorkerReport
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.none import NullEndpoint
 from aiosync.sender.endpoint import WeightSender
-from aiosync.sender.failures import first_failure
+from aiosync.sender.failures import first_failure, not_dropped
 from aiosync.sender.publish_together import publish_together
 from aiosync.sender.publisher import Publication
 from aiosync.transfer.slots import JointParts
@@ -83,6 +84,8 @@ class JointUpdate:
     async def __aenter__(self) -> Self:
         for scheme in self._parts:
             sender = scheme.get_sender()
+            if isinstance(sender, NullEndpoint):
+                continue
             sender.check_open()
             if sender.sharded:
                 raise InvalidArgumentError(
@@ -96,7 +99,14 @@ class JointUpdate:
             await self._send_all()
 
     async def _send_all(self) -> None:
-        senders = {scheme: scheme.get_sender() for scheme in self._parts}
+        found = {scheme: scheme.get_sender() for scheme in self._parts}
+        senders = {scheme: each for scheme, each in found.items() if not isinstance(each, NullEndpoint)}
+        reports = await self._send_parts(senders) if senders else {}
+        for scheme in found.keys() - senders.keys():
+            reports[scheme] = await scheme.send()
+        self.reports = reports
+
+    async def _send_parts(self, senders: _Senders) -> dict[WeightSyncScheme, SendReport]:
         deadline = Deadline.after(max(sender.spec.seconds(self._timeout) for sender in senders.values()))
         mark = Joint(id=secrets.token_hex(8), size=len(senders))
 
@@ -110,12 +120,12 @@ class JointUpdate:
                 await pending.enter_async_context(senders[scheme].publisher.lock.hold(deadline))
             publications = await self._prepare_all(senders, JointParts(mark, abort), deadline)
             await publish_together(list(publications.values()), fallback=True)
-        self.reports = await _finish_all(senders, publications)
-        results = [result for report in self.reports.values() for result in report.workers.values()]
-        failure = first_failure(results, deadline)
+        self.reports = reports = await _finish_all(senders, publications)
+        failure = first_failure(_failures(senders, reports), deadline)
         if failure is not None:
-            failure.report = next(r for r in self.reports.values() if not r.ok)
+            failure.report = next(r for r in reports.values() if not r.ok)
             raise failure
+        return reports
 
     async def _prepare_all(
         self, senders: _Senders, joint: JointParts, deadline: Deadline
@@ -123,8 +133,8 @@ class JointUpdate:
         targets = set.intersection(*(each.registry.resolve(self._worker_ids) for each in senders.values()))
         prepared: dict[WeightSyncScheme, Publication] = {}
         try:
-            for scheme, (weights, strict) in self._parts.items():
-                sender = senders[scheme]
+            for scheme, sender in senders.items():
+                weights, strict = self._parts[scheme]
                 sender.check_open()
                 sources = await sender.source.extract(weights, targets, deadline)
                 publication = await sender.publisher.prepare(
@@ -157,6 +167,18 @@ async def _finish_all(
             # If the group was cancelled at once, a task may not have started.
             senders[scheme].publisher.settle(publication)
     return reports
+
+
+def _failures(senders: _Senders, reports: Mapping[WeightSyncScheme, SendReport]) -> list[WorkerReport]:
+    """Return the workers' reports, without those that ``on_failure="drop"`` does not raise: of workers that
+    were lost or late for a part; they have not committed the others either."""
+    kept: list[WorkerReport] = []
+    gone: set[int] = set()
+    for scheme, sender in senders.items():
+        found = not_dropped(reports[scheme], sender.spec.on_failure)
+        kept += found
+        gone |= reports[scheme].workers.keys() - {each.worker for each in found}
+    return [each for each in kept if each.worker not in gone or not isinstance(each.error, JointUpdateError)]
 
 
 def atomic(

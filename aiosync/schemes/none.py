@@ -158,7 +158,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         if self._pid != os.getpid():
             self._pid, self._endpoint = os.getpid(), Endpoint()
         if not isinstance(self._endpoint, NullEndpoint):
-            self._endpoint = NullEndpoint(max(self._last_version, 0), self._spec)
+            self._endpoint = NullEndpoint(max(self._last_version, self._spec.first_version), self._spec)
         return self._endpoint
 
     _receiving = get_sender = get_receiver = create_sender = _sending  # type: ignore[assignment]

@@ -259,11 +259,13 @@ class SchemeState:
         saved one, in place of ``first_version``. Call it before :meth:`connect`.
 
         Raises:
-            AlreadyConnectedError: the scheme is connected.
+            AlreadyConnectedError: the scheme is connected, or its sender has been created.
             InvalidArgumentError: ``state_dict`` is not what :meth:`state_dict` has returned.
         """
-        if self._synchronized:
-            raise AlreadyConnectedError("load_state_dict() sets the first version: call it before connect()")
+        if self._synchronized or type(self._endpoint) is not Endpoint:
+            raise AlreadyConnectedError(
+                "load_state_dict() sets the first version: call it before connect() and get_sender()"
+            )
         version, epoch = (state_dict.get(name) for name in ("version", "epoch"))
         if not isinstance(version, int) or not isinstance(epoch, int) or version < -1 or epoch < 0:
             raise InvalidArgumentError(

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, FairLock
 from aiosync._endpoint import HomeLoop, OpenCalls, SendingEndpoint, WorkerIds
 from aiosync._options import SchemeOptions
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.events import EventSource
 from aiosync.reports import SendReport, WorkerState
-from aiosync.sender.extraction import Sources, WeightSource, is_per_worker
+from aiosync.sender.extraction import WeightSource, is_per_worker
 from aiosync.sender.pending_acks import AckWaiter
 from aiosync.sender.publish_together import publish_together
 from aiosync.sender.publisher import Publication, Publisher
@@ -86,6 +86,7 @@ class WeightSender(SendingEndpoint):
         self.publisher = Publisher(self._groups, self.registry, self._host, spec.first_version)
         self._acks = AckWaiter(self.registry, spec, model_id, events)
         self._live = False
+        self._opening = FairLock()  # held by the connect() that publishes version 0
         self._closed = False
         self._calls = OpenCalls()
         self.home = HomeLoop("this sender")
@@ -166,10 +167,9 @@ class WeightSender(SendingEndpoint):
         async with leading(self._leader, "connect", deadline) as gathering:
             if before is not None:
                 weights = await before(weights, deadline)
-            sources = await self.source.extract(weights, self.registry.workers, deadline)
-            bases = await self.source.presumed(weights, self.spec.cast, deadline)
-            async with self._calls.call():
-                await self._open(sources, bases, deadline, self.source.optional(weights), gathering)
+            async with self._opening.hold(deadline), self._calls.call():
+                if not self._live:  # else another call has opened it meanwhile
+                    await self._open(weights, deadline, gathering)
             await self._wait_for_start(min_workers, deadline)
 
     async def _wait_for_start(self, min_workers: int | None, deadline: Deadline) -> None:
@@ -208,15 +208,11 @@ class WeightSender(SendingEndpoint):
         self.check_open()
         return await self._acks.add(worker, join, deadline, may_be_new=not self.plan.per_worker)
 
-    async def _open(
-        self,
-        sources: Sources,
-        bases: Mapping[int, Mapping[str, str]],
-        deadline: Deadline,
-        optional: Collection[str],
-        gathering: ShardGather | None,
-    ) -> None:
+    async def _open(self, weights: Any, deadline: Deadline, gathering: ShardGather | None) -> None:
         self.check_open()
+        sources = await self.source.extract(weights, self.registry.workers, deadline)
+        bases = await self.source.presumed(weights, self.spec.cast, deadline)
+        optional = self.source.optional(weights)
         await self._host.start()
         try:
             for number, plan in enumerate(self.plan.groups):

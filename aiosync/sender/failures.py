@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from aiosync._deadline import Deadline
 from aiosync.errors import AiosyncError, JointUpdateError, Phase, SyncTimeoutError, WorkerLostError
-from aiosync.reports import WorkerReport
+from aiosync.reports import SendReport, WorkerReport
 
 E = TypeVar("E", bound=BaseException)
 
@@ -37,6 +37,12 @@ def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> Aiosyn
         found.append(_timeout(late, deadline))
     found += gave_way
     return with_notes(found) if found else None
+
+
+def not_dropped(report: SendReport, on_failure: str) -> list[WorkerReport]:
+    """Return the workers' reports, with ``on_failure="drop"`` without those of lost and of late workers."""
+    drops = on_failure == "drop"
+    return [each for each in report.workers.values() if not drops or each.status not in ("lost", "timeout")]
 
 
 def with_notes(errors: Sequence[E]) -> E:

@@ -21,7 +21,7 @@ from aiosync.events import EventKind, EventSource, logger
 from aiosync.protocol.frames import Ack
 from aiosync.reports import SendReport, WorkerReport
 from aiosync.sender.early_answers import EarlyAnswers
-from aiosync.sender.failures import first_failure
+from aiosync.sender.failures import first_failure, not_dropped
 
 if TYPE_CHECKING:
     from aiosync.sender.registry import WorkerRegistry
@@ -337,10 +337,7 @@ class AckWaiter:
 
     def raise_failure(self, report: SendReport, deadline: Deadline) -> None:
         """Raise the one error for a report's failures, if there are any. The error has the report."""
-        reports = list(report.workers.values())
-        if self._options.on_failure == "drop":
-            reports = [r for r in reports if r.status not in ("lost", "timeout")]
-        error = first_failure(reports, deadline)
+        error = first_failure(not_dropped(report, self._options.on_failure), deadline)
         if error is not None:
             error.report = report
             raise error

@@ -226,7 +226,7 @@ class WeightSyncScheme(BlockingTwin):
         saved one, in place of ``first_version``. Call it before :meth:`connect`.
 
         Raises:
-            AlreadyConnectedError: the scheme is connected.
+            AlreadyConnectedError: the scheme is connected, or its sender has been created.
             InvalidArgumentError: ``state_dict`` is not what :meth:`state_dict` has returned.
         """
         self._async.load_state_dict(state_dict)
@@ -490,7 +490,8 @@ class WeightSyncScheme(BlockingTwin):
         portal().call(self._async.wait_closed)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights to this receiver's model by hand. No version is counted.
+        """Apply weights to this receiver's model by hand. No version is counted. ``inplace``: whether to
+        write into the model's memory, unless that is the sender's, which other workers read.
 
         Raises:
             NotInitializedError: this is not a receiver, or it has no model.

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
@@ -62,7 +62,8 @@ def _limited(timeout: float | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _deadline.reset(token)
+        with suppress(ValueError):  # an abandoned coroutine is closed in another context than its own
+            _deadline.reset(token)
 
 
 class WeightUpdaterBase(ABC):

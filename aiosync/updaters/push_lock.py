@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TypeAlias
 
@@ -45,12 +45,13 @@ class PushLock:
         try:
             yield turn
         finally:
-            _held.reset(token)
             with self._mutex:
                 turn.cancel()
                 if self._holder is turn:
                     self._holder = None
                 self._give()
+            with suppress(ValueError):  # an abandoned coroutine is closed in another context than its own
+                _held.reset(token)
 
     def _give(self) -> None:
         while self._holder is None and self._waiting:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from aiosync.weights.copying import INLINE_LIMIT
 from aiosync.weights.devices import cuda_devices
 from aiosync.weights.extra_state import applying_extra_state
-from aiosync.weights.flatten import optional_names
+from aiosync.weights.flatten import optional_names, transient_tensors
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy, nested_tensordict
 from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
@@ -241,9 +241,14 @@ class MethodBinding(Binding):
         self._serving = views
 
     def _kept(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return the model's buffers that the update does not contain: the model may have written them."""
-        live = receiver_tensors(self._module) if self._module is not None else {}
-        return {n: t for n, t in live.items() if n not in names and not isinstance(t, nn.Parameter)}
+        """Return the model's buffers that the update does not contain: the model may have written them. A
+        state_dict has no buffers that are not persistent."""
+        if self._module is None:
+            return {}
+        live = receiver_tensors(self._module)
+        others = set() if self._nested else transient_tensors(self._module).keys() - set(self.layout.names)
+        left_out = {*names, *others}
+        return {n: t for n, t in live.items() if n not in left_out and not isinstance(t, nn.Parameter)}
 
     def _form(self, views: Mapping[str, Tensor]) -> Any:
         tensors = {name: view for name, view in views.items() if not is_extra_state(name)}

@@ -117,14 +117,15 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def to_bytes(tensor: Tensor) -> Tensor:
     """Return the elements as 1-D ``uint8``; a view if the tensor is contiguous, else a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 # -- comparison --------------------------------------------------------------------------------------
 
 
 def memory_key(tensor: Tensor) -> object:
-    """Return a key that is equal for tensors over the same memory with equal shape, strides and dtype.
+    """Return a key that is equal for tensors over the same memory with equal shape, strides and dtype, and
+    of which neither or both are conjugated, or negated, by a bit that is not in the memory.
 
     The key of a tensor without memory (empty, or on ``meta``) is its id. Keep such a tensor alive while
     comparing.
@@ -133,7 +134,8 @@ def memory_key(tensor: Tensor) -> object:
         tensor = local_part(tensor)
     if tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    bits = tensor.is_conj(), tensor.is_neg()
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, bits)
 
 
 def _same_bits(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:

@@ -159,6 +159,39 @@ async def test_a_part_is_late(case: SchemeCase) -> None:
             assert [value_of(w.model) for w in cluster.workers] == [2, 2]
 
 
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_worker_that_is_to_be_dropped(case: SchemeCase, first: bool, lost: bool) -> None:
+    """It is lost, or late, for one part. No error is raised, also not for the other part."""
+    async with (
+        LocalCluster(case, on_failure="drop") as policy,
+        LocalCluster(case, on_failure="drop") as value,
+    ):
+        cluster = policy if first else value
+        if lost:
+            await cluster.workers[1].close()
+        else:
+            await cluster.workers[1].rest()
+        fill(policy.model, 1)
+        fill(value.model, 1)
+        tx = await _send_both(policy, value, timeout=None if lost else BRIEF * 2)
+        if not lost or not case.elastic:  # else the update was not for it
+            assert tx.reports[cluster.scheme].dropped == (1,)
+        assert value_of(policy.workers[0].model) == value_of(value.workers[0].model) == 1
+
+
+async def test_a_joint_update_with_a_scheme_that_sends_nothing(case: SchemeCase) -> None:
+    nothing = aiosync.NoWeightSyncScheme()
+    nothing.init_on_sender(model_id="value")
+    await nothing.connect()
+    async with LocalCluster(case) as policy:
+        fill(policy.model, 1)
+        async with aiosync.atomic(policy.scheme, nothing) as tx:
+            pass
+        assert [tx.reports[each].version for each in (policy.scheme, nothing)] == [1, 1]
+        assert [value_of(worker.model) for worker in policy.workers] == [1, 1]
+
+
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_part_is_lost(case: SchemeCase, first: bool) -> None:
     async with LocalCluster(case) as policy, LocalCluster(case) as value:

@@ -25,8 +25,9 @@ from tests.kit import scenarios
 from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.clock import PATIENCE, SCALE, eventually, within
 from tests.kit.local import LocalCluster
-from tests.kit.models import Uniform, fill
+from tests.kit.models import Uniform, fill, value_of
 from tests.kit.processes import ProcessCluster, Worker
+from tests.kit.seams import lookups_ended
 
 LOCAL = [case for case in SCHEMES if case.name in ("shared", "process", "tcp", "memory")]
 
@@ -62,6 +63,7 @@ async def test_closing_ends_connect(case: SchemeCase, turns: int) -> None:
     for _ in range(turns):
         await asyncio.sleep(0)
     await first.close()
+    await lookups_ended()
     await within(cluster.scheme.aclose())
     for task in connecting:
         try:
@@ -250,5 +252,21 @@ async def test_a_sender_may_be_initialised_twice(case: SchemeCase) -> None:
             cluster.add(index)
         await within(cluster.connect())
         assert (await within(cluster.scheme.send())).ok
+    finally:
+        await cluster.close()
+
+
+async def test_two_connects_at_once(case: SchemeCase) -> None:
+    cluster = LocalCluster(case, workers=1)
+    (worker,) = cluster.workers
+    try:
+        connects = [asyncio.create_task(cluster.scheme.connect()) for _ in range(3)]
+        await asyncio.sleep(0)
+        await within(worker.connect())
+        await within(asyncio.gather(*connects))
+        await worker.serve()
+        fill(cluster.model, 1)
+        assert (await within(cluster.scheme.send())).version == 1
+        assert value_of(worker.model) == 1
     finally:
         await cluster.close()

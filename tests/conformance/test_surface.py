@@ -257,6 +257,24 @@ async def test_a_prepared_update_is_not_copied(case: SchemeCase) -> None:
         assert value_of(cluster.workers[0].model) == 3
 
 
+async def test_weights_that_one_worker_applies_by_hand_are_its_own(case: SchemeCase) -> None:
+    """Not those of the sender, nor of workers that read the same memory."""
+    async with LocalCluster(case, workers=2) as cluster:
+        one, other = cluster.workers
+        fill(cluster.model, 1)
+        await cluster.scheme.send()
+        one.scheme.apply_weights(Uniform(8.0))
+        assert [value_of(one.model), value_of(other.model)] == [8, 1]
+        assert value_of(cluster.scheme.weights.values(True, True)) == 1
+        one.scheme.get_receiver().apply_weights(Uniform(9.0))
+        assert [value_of(one.model), value_of(other.model)] == [9, 1]
+        await cluster.scheme.send({"values.1": torch.full_like(one.model.values[1], 2)}, strict=False)
+        assert [value_of(each) for each in other.model.values[:2]] == [1, 2]
+        fill(cluster.model, 3)
+        await cluster.scheme.send()
+        assert [value_of(one.model), value_of(other.model)] == [3, 3]
+
+
 # -- subclassing and no scheme at all ----------------------------------------------------------------
 
 
@@ -286,6 +304,13 @@ async def test_no_scheme_at_all() -> None:
     assert await worker.receive() is None
     async with worker.receiving(), worker.pinned() as version:
         assert version == 0
+    another = aiosync.NoWeightSyncScheme(first_version=5)
+    another.init_on_sender(model_id="value", model=Uniform())
+    await another.connect()
+    assert another.version == 5
+    async with aiosync.atomic(scheme, another) as tx:
+        pass
+    assert [tx.reports[each].version for each in (scheme, another)] == [2, 6]
     closing = asyncio.create_task(worker.wait_closed())
     await steps(2)
     await worker.aclose()

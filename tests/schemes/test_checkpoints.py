@@ -46,6 +46,16 @@ async def test_not_while_it_is_connected() -> None:
             scheme.load_state_dict({"version": 3, "epoch": 0})
 
 
+async def test_not_once_the_sender_has_been_created() -> None:
+    """It has the first version already."""
+    async with sender_of(Uniform()) as scheme:
+        scheme.get_sender()
+        with pytest.raises(AlreadyConnectedError, match="before connect"):
+            scheme.load_state_dict({"version": 3, "epoch": 0})
+    scheme.load_state_dict({"version": 3, "epoch": 0})
+    assert scheme.state_dict() == {"version": 3, "epoch": 1}
+
+
 @pytest.mark.parametrize(
     "state", [{}, {"version": 3}, {"version": "3", "epoch": 0}, {"version": -2, "epoch": 0}]
 )

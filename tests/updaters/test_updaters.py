@@ -427,6 +427,25 @@ async def test_a_push_inside_a_push(library: Any) -> None:
     assert pushed == [3, 2, 1, 0, 0]
 
 
+def test_a_push_whose_event_loop_is_closed() -> None:
+    """Ctrl-C has ended run_until_complete(), say. Its coroutine is closed in another context than its own."""
+    waits = True
+
+    class Slow(updaters.WeightUpdaterBase):
+        async def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+            if waits:
+                await asyncio.Event().wait()
+
+    updater, loop = Slow(), asyncio.new_event_loop()
+    pushes = [loop.create_task(updater.push_weights({})) for _ in range(2)]
+    loop.run_until_complete(asyncio.sleep(0.05))
+    loop.close()
+    waits = False
+    for push in pushes:
+        push.get_coro().close()
+    asyncio.run(updater.push_weights({}, timeout=PATIENCE / 2))
+
+
 async def test_a_push_that_is_cancelled_while_it_waits() -> None:
     inside, go = 0, asyncio.Event()
 

@@ -19,7 +19,8 @@ from aiosync.errors import (
 )
 from aiosync.weights.flatten import named_tensors, optional_names
 from aiosync.weights.layout import ALIGNMENT, Layout
-from aiosync.weights.tensors import check_tied
+from aiosync.weights.strategy import WeightStrategy
+from aiosync.weights.tensors import check_tied, to_bytes
 from tests.weights.models import DTYPES, Counting, Tied, awkward, bits, filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -112,6 +113,20 @@ def test_memory_seen_otherwise_is_no_tie() -> None:
     seen |= {"m": meta, "n": meta, "o": torch.empty(3, device="meta")}
     assert dict(Layout.of(seen).aliases) == {"n": "m"}
     assert dict(Layout.of({"a": base, "b": base.view(4)}).aliases) == {"b": "a"}
+
+
+def test_a_bit_that_is_not_in_the_memory_is_no_tie() -> None:
+    """Of a conjugated tensor, and of the imaginary part of one, which is a negated one."""
+    w = torch.randn(3, dtype=torch.complex64)
+    tensors = {"w": w, "conjugated": w.conj(), "imag": w.imag, "negated": w.conj().imag}
+    layout = Layout.of(tensors)
+    assert not layout.aliases
+    layout.check_receiver({name: tensor.clone() for name, tensor in tensors.items()})
+    for tensor in (w.conj(), w.conj().imag):
+        assert torch.equal(to_bytes(tensor), to_bytes(tensor.resolve_conj().resolve_neg().clone()))
+    receiver = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    WeightStrategy().apply_weights(receiver, tensors)
+    assert all(torch.equal(receiver[name], tensor) for name, tensor in tensors.items())
 
 
 def test_signature_sees_names_shapes_and_dtypes_but_not_the_order() -> None:
