@@ -346,9 +346,8 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
         if self._role != "receiver" or self.model is None:
             raise NotInitializedError("apply_weights() needs init_on_receiver() with a model")
         if isinstance(self._endpoint, WeightReceiver):
-            self._endpoint.apply_weights(weights, inplace)
-        else:
-            self._strategy.apply_weights(self.model, weights, inplace=inplace)
+            inplace = inplace and self._endpoint.may_write_into(self.model)
+        self._strategy.apply_weights(self.model, weights, inplace=inplace)
 
     # -- closing -------------------------------------------------------------------------------------
 

@@ -101,13 +101,19 @@ class JointUpdate:
     async def _send_all(self) -> None:
         found = {scheme: scheme.get_sender() for scheme in self._parts}
         senders = {scheme: each for scheme, each in found.items() if not isinstance(each, NullEndpoint)}
-        reports = await self._send_parts(senders) if senders else {}
+        seconds = [sender.spec.seconds(self._timeout) for sender in senders.values()]
+        deadline = Deadline.after(max(seconds, default=0.0))
+        publications = await self._publish(senders, deadline) if senders else {}
+        reports = await _finish_all(senders, publications)
         for scheme in found.keys() - senders.keys():
             reports[scheme] = await scheme.send()
         self.reports = reports
+        failure = first_failure(_failures(senders, reports), deadline)
+        if failure is not None:
+            failure.report = next(r for r in reports.values() if not r.ok)
+            raise failure
 
-    async def _send_parts(self, senders: _Senders) -> dict[WeightSyncScheme, SendReport]:
-        deadline = Deadline.after(max(sender.spec.seconds(self._timeout) for sender in senders.values()))
+    async def _publish(self, senders: _Senders, deadline: Deadline) -> dict[WeightSyncScheme, Publication]:
         mark = Joint(id=secrets.token_hex(8), size=len(senders))
 
         def abort(worker: int) -> None:
@@ -120,12 +126,7 @@ class JointUpdate:
                 await pending.enter_async_context(senders[scheme].publisher.lock.hold(deadline))
             publications = await self._prepare_all(senders, JointParts(mark, abort), deadline)
             await publish_together(list(publications.values()), fallback=True)
-        self.reports = reports = await _finish_all(senders, publications)
-        failure = first_failure(_failures(senders, reports), deadline)
-        if failure is not None:
-            failure.report = next(r for r in reports.values() if not r.ok)
-            raise failure
-        return reports
+        return publications
 
     async def _prepare_all(
         self, senders: _Senders, joint: JointParts, deadline: Deadline

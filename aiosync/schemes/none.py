@@ -96,7 +96,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     """Sends nothing: every call succeeds at once.
 
     For policies without weights, and to switch synchronisation off in one place. ``send`` counts
-    versions all the same; a receiver's version stays 0.
+    versions all the same; a receiver's version stays the first one.
 
     See :class:`~aiosync.WeightSyncScheme` for the arguments.
     """
@@ -134,7 +134,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         min_workers: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Connect at once, with version 0."""
+        """Connect at once, with the first version."""
         self._sending()
         self._synchronized = True
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Self
 from tensordict import TensorDictBase
 from torch import nn
 
-from aiosync._endpoint import Endpoint
 from aiosync._options import OnSenderClose
 from aiosync._processors import share_processors
 from aiosync.errors import AlreadyConnectedError, InvalidArgumentError, NotInitializedError
@@ -279,10 +278,7 @@ class SchemeRecipe(SchemeState, ABC):
             self._leader.close()
 
     def _check_no_endpoint(self) -> None:
-        if self._pid != os.getpid():
-            return  # the endpoint belongs to the parent process
-        contributes = isinstance(self._endpoint, ShardContributor) and self._endpoint.version < 0
-        if type(self._endpoint) is not Endpoint and not contributes:
+        if self._has_endpoint:
             raise AlreadyConnectedError(
                 "this scheme object has a live endpoint; aclose() it first, or use a copy of the scheme"
             )

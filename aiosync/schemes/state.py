@@ -25,7 +25,7 @@ from aiosync.events import EventHook, EventSource
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.receiver.listeners import UpdateListener, in_format, weakly
 from aiosync.reports import WorkerState
-from aiosync.sender.sharded.gather import GatherLeader
+from aiosync.sender.sharded.gather import GatherLeader, ShardContributor
 from aiosync.sender.worker_plan import SenderPlan, model_of
 from aiosync.stats import SchemeStats
 from aiosync.transports.base import FramedTransport, Listener
@@ -262,7 +262,7 @@ class SchemeState:
             AlreadyConnectedError: the scheme is connected, or its sender has been created.
             InvalidArgumentError: ``state_dict`` is not what :meth:`state_dict` has returned.
         """
-        if self._synchronized or type(self._endpoint) is not Endpoint:
+        if self._synchronized or self._has_endpoint:
             raise AlreadyConnectedError(
                 "load_state_dict() sets the first version: call it before connect() and get_sender()"
             )
@@ -273,6 +273,13 @@ class SchemeState:
             )
         self._spec = replace(self._spec, first_version=version + 1)
         self._epoch = epoch + 1
+
+    @property
+    def _has_endpoint(self) -> bool:
+        """Whether this process has an endpoint, which has the scheme's options already. Of a rank that only
+        contributes to version 0 they do not matter."""
+        contributes = isinstance(self._endpoint, ShardContributor) and self._endpoint.version < 0
+        return self._pid == os.getpid() and type(self._endpoint) is not Endpoint and not contributes
 
     @property
     def workers(self) -> dict[int, WorkerState]:

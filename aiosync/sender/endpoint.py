@@ -162,15 +162,15 @@ class WeightSender(SendingEndpoint):
         if self._live:
             if before is not None:
                 await before({}, deadline)  # workers that have stopped trying are asked to connect again
-            await self._wait_for_start(min_workers, deadline)
-            return
-        async with leading(self._leader, "connect", deadline) as gathering:
-            if before is not None:
-                weights = await before(weights, deadline)
-            async with self._opening.hold(deadline), self._calls.call():
+        else:
+            async with self._opening.hold(deadline):
                 if not self._live:  # else another call has opened it meanwhile
-                    await self._open(weights, deadline, gathering)
-            await self._wait_for_start(min_workers, deadline)
+                    async with leading(self._leader, "connect", deadline) as gathering:
+                        if before is not None:
+                            weights = await before(weights, deadline)
+                        async with self._calls.call():
+                            await self._open(weights, deadline, gathering)
+        await self._wait_for_start(min_workers, deadline)
 
     async def _wait_for_start(self, min_workers: int | None, deadline: Deadline) -> None:
         async with self._calls.call():

@@ -932,7 +932,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         min_workers: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Connect at once, with version 0."""
+        """Connect at once, with the first version."""
         self._blocking_connect(
             worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout
         )

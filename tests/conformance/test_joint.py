@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import aiosync
 from aiosync import (
@@ -190,6 +191,12 @@ async def test_a_joint_update_with_a_scheme_that_sends_nothing(case: SchemeCase)
             pass
         assert [tx.reports[each].version for each in (policy.scheme, nothing)] == [1, 1]
         assert [value_of(worker.model) for worker in policy.workers] == [1, 1]
+        policy.workers[0].model.register_parameter("another", nn.Parameter(torch.ones(1)))
+        tx = aiosync.atomic(policy.scheme, nothing)
+        with pytest.raises((RemoteApplyError, LayoutMismatchError)):
+            async with tx:
+                pass
+        assert [tx.reports[each].version for each in (policy.scheme, nothing)] == [2, 2]
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 import aiosync
 import aiosync.sync
@@ -273,6 +274,37 @@ async def test_weights_that_one_worker_applies_by_hand_are_its_own(case: SchemeC
         fill(cluster.model, 3)
         await cluster.scheme.send()
         assert [value_of(one.model), value_of(other.model)] == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["copy", "dict", "TensorDict"])
+async def test_weights_that_are_applied_by_hand_are_written_in_place(case: SchemeCase, kind: str) -> None:
+    """Where the sender's memory is only copied from: CUDA graphs, or other processes, have the addresses."""
+    made: dict[str, Any] = {
+        "dict": dict(Uniform().named_parameters()),
+        "TensorDict": TensorDict(dict(Uniform().named_parameters())),
+    }
+    commit = "copy" if kind == "copy" else "flip"
+    models = {0: made[kind]} if kind in made else None
+    async with LocalCluster(case, workers=1, commit=commit, worker_models=models) as cluster:
+        (worker,) = cluster.workers
+
+        def addresses() -> list[int]:
+            model = worker.model
+            return [each.data_ptr() for each in (model if kind != "copy" else model.state_dict()).values()]
+
+        await cluster.scheme.send()
+        before = addresses()
+        worker.scheme.apply_weights(Uniform(8.0))
+        assert addresses() == before
+        assert all(value_of(each) == 8 for each in _tensors(worker.model))
+        fill(cluster.model, 3)
+        await cluster.scheme.send()
+        assert addresses() == before
+        assert all(value_of(each) == 3 for each in _tensors(worker.model))
+
+
+def _tensors(model: Any) -> list[Any]:
+    return list((model.state_dict() if isinstance(model, nn.Module) else model).values())
 
 
 # -- subclassing and no scheme at all ----------------------------------------------------------------

@@ -218,6 +218,8 @@ async def test_a_context_that_was_set_before_is_told(case: SchemeCase) -> None:
         await cluster.scheme.send()
         assert scheme.context is context and context.told == [0, 3]
         assert value_of(context.model) == 3
+        scheme.apply_weights(Uniform(8.0))
+        assert value_of(context.model) == 8
 
 
 async def test_receive_gives_what_has_come_before_it_was_called(case: SchemeCase) -> None:

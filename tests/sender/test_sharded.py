@@ -140,6 +140,12 @@ async def test_two_sends_at_once() -> None:
     assert [worker.model.single.item() for worker in workers] == [3, 3]
 
 
+async def test_a_trainer_that_resumes_and_connects_twice_at_once() -> None:
+    versions, workers = await trainer(trainers.resumed)
+    assert versions == [(4, 5, 5)] * 2
+    assert [worker.scheme.version for worker in workers] == [5, 5]
+
+
 async def test_a_rank_that_is_gone() -> None:
     (error, _), _ = await trainer(trainers.abandoned)
     assert error[0] == "GatherError"

@@ -219,6 +219,14 @@ async def together(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -
     return scheme.version
 
 
+async def resumed(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """From a checkpoint; and two calls of connect() at once."""
+    scheme.load_state_dict({"version": 3, "epoch": 0})
+    await asyncio.gather(scheme.connect(), scheme.connect())
+    first = scheme.version
+    return first, (await scheme.send()).version, scheme.version
+
+
 async def abandoned(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
     """A rank ends; the other hears of it."""
     await scheme.connect()

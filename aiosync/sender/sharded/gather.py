@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, FairLock
 from aiosync._endpoint import Endpoint, WorkerIds
 from aiosync.errors import GatherError, NotConnectedError
 from aiosync.reports import SendReport
@@ -130,6 +130,7 @@ class ShardContributor(Endpoint):
     shards: Shards
     source: WeightSource  # finds this rank's shards
     _version: int = field(default=-1, init=False)
+    _connecting: FairLock = field(default_factory=FairLock, init=False)
 
     @property
     def version(self) -> int:
@@ -138,8 +139,9 @@ class ShardContributor(Endpoint):
 
     async def connect(self, weights: Any, deadline: Deadline) -> None:
         """Contribute to version 0. Raises as :meth:`_contribute`."""
-        if self._version < 0:
-            await self._contribute("connect", self.source.extract(weights, set(), deadline), deadline)
+        async with self._connecting.hold(deadline):
+            if self._version < 0:
+                await self._contribute("connect", self.source.extract(weights, set(), deadline), deadline)
 
     async def send_until(
         self, weights: Any, worker_ids: WorkerIds, *, wait: bool, strict: bool, deadline: Deadline
