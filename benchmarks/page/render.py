@@ -135,8 +135,10 @@ def draw(chart: Chart, found: dict[str, dict[str, Any] | None], path: Path) -> N
         ax = figure.subplots()
         labels, values = zip(*reversed(all_bars), strict=True) if all_bars else ((), ())
         places = range(len(values))
-        drawn = ax.barh(places, values, color=_BLUE, height=0.7)
-        ax.bar_label(drawn, [f"{value:.3g}" for value in values], padding=3, color=_GREY)
+        ax.barh(places, values, color=_BLUE, height=0.7)
+        across = ax.get_yaxis_transform()
+        for place, value in zip(places, values, strict=True):  # inside, where the line crosses none
+            ax.text(0.008, place, f"{value:.3g}", color="white", va="center_baseline", transform=across)
         ax.axvline(1, color=_GREY, linewidth=0.8)
         ax.set_yticks(places, labels)
         ax.set(xscale="log" if chart.logarithmic else "linear")
