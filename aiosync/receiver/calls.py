@@ -15,7 +15,6 @@ from aiosync.errors import NotInitializedError
 from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.listeners import in_format
 from aiosync.receiver.updates import Applier
-from aiosync.weights.target import WeightTarget, receiver_tensors
 
 
 class ReceivingEndpoint(Endpoint):
@@ -64,12 +63,12 @@ class ReceivingEndpoint(Endpoint):
         applier = self.model_applier
         if applier.model is None:
             raise NotInitializedError("apply_weights() needs init_on_receiver() with a model")
-        inplace = inplace and self.may_write_into(applier.model)
+        inplace = inplace and self.keeps_memory
         applier.strategy.apply_weights(applier.model, weights, inplace=inplace)
 
-    def may_write_into(self, model: WeightTarget) -> bool:
-        """Return whether none of a model's tensors lies in the sender's memory, which other workers read."""
-        inbound = self.model_applier.inbound
-        if inbound is None or not self.model_applier.views_sender:
-            return True
-        return not any(inbound.is_lent(each.data_ptr()) for each in receiver_tensors(model).values())
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether the model's tensors stay in memory of their own: no commit, which another thread may run at
+        any time, lets them view the sender's, which other workers read."""
+        applier = self.model_applier
+        return not (applier.views_sender and applier.binding.needs())

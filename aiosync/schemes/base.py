@@ -346,7 +346,7 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
         if self._role != "receiver" or self.model is None:
             raise NotInitializedError("apply_weights() needs init_on_receiver() with a model")
         if isinstance(self._endpoint, WeightReceiver):
-            inplace = inplace and self._endpoint.may_write_into(self.model)
+            inplace = inplace and self._endpoint.keeps_memory
         self._strategy.apply_weights(self.model, weights, inplace=inplace)
 
     # -- closing -------------------------------------------------------------------------------------

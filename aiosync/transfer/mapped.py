@@ -201,7 +201,8 @@ class MappedInbound(InboundTransfer):
         self._current = self._found
 
     def is_lent(self, address: int) -> bool:
-        return any(segment.has(address) for segment, _ in self._attached.values())
+        # A copy: another thread may be attaching one.
+        return any(segment.has(address) for segment, _ in tuple(self._attached.values()))
 
     def _written(self, names: Collection[str]) -> Collection[str]:
         """Those of these entries that lie in pages which this process has written."""

@@ -256,7 +256,8 @@ class ObjectStoreInbound(BackgroundInbound):
 
     def is_lent(self, address: int) -> bool:
         """Whether the address is in an object: the store frees objects when the connection ends."""
-        return any(0 <= address - start < nbytes for start, nbytes in self._objects)
+        # A copy: another thread may be adding one.
+        return any(0 <= address - start < nbytes for start, nbytes in tuple(self._objects))
 
     def forget(self) -> None:
         self._arriving = None

@@ -133,6 +133,28 @@ def test_pinned_holds_commits_up(kind: type[sync.WeightSyncScheme]) -> None:
         assert pair.receiver.version == 1
 
 
+def test_a_commit_while_weights_are_applied_by_hand() -> None:
+    """It points the model at the sender's memory, which must not be written."""
+    with Pair(sync.SharedMemWeightSyncScheme) as pair:
+        by_hand = {"weight": torch.full((2, 3), 8.0), "bias": torch.full((2,), 8.0)}
+        sent = {name: value - 3 for name, value in by_hand.items()}
+
+        class During(aiosync.WeightStrategy):
+            def apply_weights(self, *args: Any, **kwargs: Any) -> None:
+                pair.sender.send_async(sent)
+                until = time.monotonic() + 0.5
+                while pair.receiver.version < 1 and time.monotonic() < until:
+                    time.sleep(0.001)
+                super().apply_weights(*args, **kwargs)
+
+        pair.receiver.apply_weights(by_hand)  # the model has memory of its own from here on
+        pair.receiver.asyncio_scheme.strategy = During()
+        pair.receiver.apply_weights(by_hand)
+        assert pair.sender.wait_async().ok
+        weights: Any = pair.sender.weights
+        assert all(torch.equal(weights[name], value) for name, value in sent.items())
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_thread_that_commits_at_the_end_of_a_pinned_body_gives_way(
     fails: bool, monkeypatch: pytest.MonkeyPatch
