@@ -8,13 +8,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from aiosync import TCPWeightSyncScheme, WeightRelay
 from aiosync.transfer.slots import Lease, LeaseKind
 from tests.kit.clock import PATIENCE, within
+from tests.kit.local import LocalWorker
+from tests.kit.raw_peer import RawWorker
 from tests.kit.seams import pool_of
-from tests.kit.tcp import TOKEN
+from tests.kit.tcp import TOKEN, make_worker, sender_of
 
-__all__ = ["connect", "read_slowly", "relay_below", "serve"]
+__all__ = ["beside_a_silent_worker", "connect", "read_slowly", "relay_below", "serve"]
 
 
 @asynccontextmanager
@@ -37,6 +41,22 @@ async def connect(scheme: TCPWeightSyncScheme, *relays: WeightRelay) -> None:
         tasks.create_task(scheme.connect(min_workers=len(relays)))
         for relay in relays:
             tasks.create_task(relay.connect())
+
+
+@asynccontextmanager
+async def beside_a_silent_worker(
+    model: nn.Module,
+) -> AsyncIterator[tuple[TCPWeightSyncScheme, WeightRelay, LocalWorker]]:
+    """A trainer of ``model``, a relay, and a worker below it that serves, beside one that answers nothing."""
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        worker = make_worker(relay.address)
+        await serve(worker)
+        silent = await RawWorker.join(relay._downstream)
+        await silent.hear()
+        yield scheme, relay, worker
+        await silent.close()
+        await worker.close()
 
 
 async def serve(*workers: Any) -> None:

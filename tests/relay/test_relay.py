@@ -29,7 +29,7 @@ from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
 from tests.kit.raw_peer import RawWorker
-from tests.kit.relay import connect, read_slowly, relay_below, serve
+from tests.kit.relay import beside_a_silent_worker, connect, read_slowly, relay_below, serve
 from tests.kit.seams import binding_of, pool_of, ticket_of
 from tests.kit.tcp import TOKEN, break_off, join, make_worker, sender_of
 
@@ -319,18 +319,11 @@ async def test_a_relay_answers_for_a_worker_that_is_away(back_for_a_moment: bool
 
 async def test_a_worker_that_says_nothing_does_not_keep_newer_versions_from_the_others() -> None:
     model = Uniform()
-    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
-        await connect(scheme, relay)
-        worker = make_worker(relay.address)
-        await serve(worker)
-        silent = await RawWorker.join(relay._downstream)
-        await silent.hear()
+    async with beside_a_silent_worker(model) as (scheme, _, worker):
         for version in range(1, 4):
             fill(model, version)
             await scheme.send(wait=False)
         await eventually(lambda: value_of(worker.model) == 3, "the newest", PATIENCE / 2)
-        await silent.close()
-        await worker.close()
 
 
 async def test_trainers_that_end_before_the_relay_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.ports import free_port
 from tests.kit.proxy import ChaosProxy
-from tests.kit.raw_peer import RawWorker
-from tests.kit.relay import connect, relay_below, serve
+from tests.kit.relay import beside_a_silent_worker, connect, relay_below, serve
 from tests.kit.seams import waits_for_readers
 from tests.kit.tcp import TOKEN, make_worker, sender_of
 
@@ -64,19 +63,12 @@ async def test_a_silent_worker_is_no_failure_of_a_version_that_has_a_newer_one(
     """As with a trainer's own worker: the relay passes on the newer version, and answers for that."""
     monkeypatch.setattr(forwarder, "LATE_AFTER", BRIEF)
     model = Uniform()
-    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
-        await connect(scheme, relay)
-        worker = make_worker(relay.address)
-        await serve(worker)
-        silent = await RawWorker.join(relay._downstream)
-        await silent.hear()
+    async with beside_a_silent_worker(model) as (scheme, relay, worker):
         for version in range(1, 6):
             fill(model, version)
             await scheme.send(wait=False)  # it would raise what the relay has answered before
             await eventually(lambda: value_of(worker.model) == version, "the others have it")  # noqa: B023
         assert relay.ended is None
-        await silent.close()
-        await worker.close()
 
 
 async def test_a_partial_update_stays_one_below_a_relay_with_a_silent_worker(
@@ -85,12 +77,7 @@ async def test_a_partial_update_stays_one_below_a_relay_with_a_silent_worker(
     """The relay has given the version before up, so the trainer does not know that the relay has it."""
     monkeypatch.setattr(forwarder, "LATE_AFTER", BRIEF)
     model = Uniform()
-    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
-        await connect(scheme, relay)
-        worker = make_worker(relay.address)
-        await serve(worker)
-        silent = await RawWorker.join(relay._downstream)
-        await silent.hear()
+    async with beside_a_silent_worker(model) as (scheme, _, worker):
         own, sent = worker.model.values[:2]
         own.data.fill_(-5)
         for version in range(1, 5):
@@ -98,8 +85,6 @@ async def test_a_partial_update_stays_one_below_a_relay_with_a_silent_worker(
             await scheme.send(weights, strict=False, wait=False)
             await eventually(lambda: worker.model.values[1][0] == version, "it has it")  # noqa: B023
             assert worker.model.values[0].unique().tolist() == [-5]
-        await silent.close()
-        await worker.close()
 
 
 async def test_a_version_that_has_a_newer_one_before_workers_are_waited_for(
@@ -116,13 +101,8 @@ async def test_a_version_that_has_a_newer_one_before_workers_are_waited_for(
 
     monkeypatch.setattr(forwarder.RelayForwarder, "stage", held_up)
     model = Uniform()
-    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
-        notified.set()
-        await connect(scheme, relay)
-        worker = make_worker(relay.address)
-        await serve(worker)
-        silent = await RawWorker.join(relay._downstream)
-        await silent.hear()
+    notified.set()
+    async with beside_a_silent_worker(model) as (scheme, _, worker):
         notified.clear()
         staging.clear()
         fill(model, 1)
@@ -133,8 +113,6 @@ async def test_a_version_that_has_a_newer_one_before_workers_are_waited_for(
         await asyncio.sleep(BRIEF)
         notified.set()
         await eventually(lambda: value_of(worker.model) == 2, "the newest", PATIENCE / 2)
-        await silent.close()
-        await worker.close()
 
 
 async def test_an_update_that_takes_longer_to_arrive_than_the_relay_waits_for_answers() -> None:
