@@ -177,8 +177,7 @@ class RelayForwarder(Applier):
         )
         self._id = self.registry.via[-1]
         self._away = self.registry.away = AwayWorkers(parts.reconnect_for)
-        # The acknowledgements that commit() waits for, the loop time when it began, and whether there is a
-        # newer version.
+        # The acknowledgements that commit() waits for, since when, and whether there is a newer version.
         self._acks: PendingAcks | None = None
         self._since, self._overtaken = 0.0, False
 
