@@ -242,6 +242,12 @@ class WeightApplier(Applier):
         buffers = self._back_buffers
         return buffers is not None and (buffers.views_sender or buffers.converts)
 
+    @property
+    def may_view_sender(self) -> bool:
+        """Whether the model views the sender's memory, or will after the next commit."""
+        buffers = self._back_buffers
+        return self.views_sender or (buffers is not None and buffers.views_sender)
+
     def take_at_once(self, pending: PendingUpdate) -> bool:
         inbound, back_buffers, binding = self.inbound, self._back_buffers, self.binding
         assert inbound is not None and back_buffers is not None

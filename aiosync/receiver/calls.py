@@ -71,4 +71,4 @@ class ReceivingEndpoint(Endpoint):
         """Whether the model's tensors stay in memory of their own: no commit, which another thread may run at
         any time, lets them view the sender's, which other workers read."""
         applier = self.model_applier
-        return not (applier.views_sender and applier.binding.needs())
+        return not (applier.may_view_sender and applier.binding.needs())

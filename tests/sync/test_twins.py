@@ -133,9 +133,12 @@ def test_pinned_holds_commits_up(kind: type[sync.WeightSyncScheme]) -> None:
         assert pair.receiver.version == 1
 
 
-def test_a_commit_while_weights_are_applied_by_hand() -> None:
+@pytest.mark.parametrize("rebound", [False, True])
+def test_a_commit_while_weights_are_applied_by_hand(rebound: bool) -> None:
     """It points the model at the sender's memory, which must not be written."""
     with Pair(sync.SharedMemWeightSyncScheme) as pair:
+        if rebound:  # this model views no version of the sender's yet
+            pair.receiver.rebind(model=torch.nn.Linear(3, 2))
         by_hand = {"weight": torch.full((2, 3), 8.0), "bias": torch.full((2,), 8.0)}
         sent = {name: value - 3 for name, value in by_hand.items()}
 
