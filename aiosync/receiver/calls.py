@@ -54,7 +54,7 @@ class ReceivingEndpoint(Endpoint):
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to the model by hand. No version is counted. ``inplace``: whether to write into the
-        model's memory, unless that is the sender's, which other workers read.
+        model's memory, unless updates let the model view the sender's, which other workers read.
 
         Raises:
             NotInitializedError: this receiver has no model.

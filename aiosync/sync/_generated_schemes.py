@@ -491,7 +491,8 @@ class WeightSyncScheme(BlockingTwin):
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to this receiver's model by hand. No version is counted. ``inplace``: whether to
-        write into the model's memory, unless that is the sender's, which other workers read.
+        write into the model's memory, unless updates let the model view the sender's, which other workers
+        read: the model gets memory of its own then.
 
         Raises:
             NotInitializedError: this is not a receiver, or it has no model.
