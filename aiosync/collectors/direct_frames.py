@@ -21,7 +21,7 @@ from aiosync.collectors.env import (
     as_array,
     value_of,
 )
-from aiosync.collectors.gymnasium_env import GymnasiumEnv
+from aiosync.collectors.gymnasium_env import GymnasiumEnv, copied
 from aiosync.collectors.policy import Actor, ObservationActor
 from aiosync.collectors.tensordict_env import TensorDictEnv
 from aiosync.collectors.trajectory_ids import TrajectoryIds
@@ -177,6 +177,13 @@ class GymnasiumFrames(DirectFrames):
         return True
 
     def run(self, policy: Any, place: int, end: int, turn: NextTurn) -> Run:
+        with self._env.without_copies() as same_memory:
+            run = self._run(policy, place, end, turn)
+            if same_memory and run.found is not None:
+                run = run._replace(found=copied(run.found))
+        return run
+
+    def _run(self, policy: Any, place: int, end: int, turn: NextTurn) -> Run:
         # With a small policy and a small environment, a fourth of the time would be spent here if this were
         # divided into methods: the processor's caches have no room for all the code of a step.
         env, step, call = self._env, self._env.env.step, policy.call
@@ -204,7 +211,7 @@ class GymnasiumFrames(DirectFrames):
             observed, reward, terminated, truncated, *_ = found
             if type(observed) is not np.ndarray:
                 break
-            # In any case a copy: a policy may write into its input.
+            # In any case a copy: a policy may write into its input, the environment into what it returned.
             observed = observed.copy() if observed.dtype == dtype else value_of(observed)
             if observed.shape != shape or observed.dtype != dtype:
                 break

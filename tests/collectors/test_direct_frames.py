@@ -165,6 +165,72 @@ async def test_most_frames_are_written_directly(env: str, monkeypatch: pytest.Mo
     assert sum(written) > 0.3 * 4 * first.shape[-1]
 
 
+def _seen_copy(vector: Any) -> list[bool]:
+    """What ``vector.copy`` is at each step of its first environment."""
+    found: list[bool] = []
+    step = vector.envs[0].step
+
+    def watched(action: Any) -> Any:
+        found.append(vector.copy)
+        return step(action)
+
+    vector.envs[0].step = watched
+    return found
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+async def test_only_what_leaves_a_run_is_copied_by_the_environment(
+    mode: AutoresetMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vector: Any = _vector(mode)
+    seen, shared = _seen_copy(vector), []
+    run = GymnasiumFrames.run
+
+    def watched(frames: Any, *given: Any) -> Run:
+        done = run(frames, *given)
+        shared.append(np.shares_memory(done.found[0], vector._observations) or not vector.copy)
+        return done
+
+    monkeypatch.setattr(GymnasiumFrames, "run", watched)
+    await _batches(vector, Net())
+    assert seen.count(False) > 0.3 * len(seen)
+    assert shared
+    assert not any(shared)
+
+
+class OtherVector(SyncVectorEnv):
+    """May keep what it returns."""
+
+
+@pytest.mark.parametrize("how", ["subclass", "replaced step", "made without copies"])
+async def test_the_other_vector_environments_are_left_as_they_are(how: str) -> None:
+    makes = [functools.partial(Habit, length=3 + row) for row in range(ROWS)]
+    vector: Any = (OtherVector if how == "subclass" else SyncVectorEnv)(
+        makes, copy=how != "made without copies"
+    )
+    seen = _seen_copy(vector)
+    if how == "replaced step":
+        vector.step = vector.step
+    await _batches(vector, Net())
+    assert set(seen) == {how != "made without copies"}
+    assert vector.copy is (how != "made without copies")
+
+
+async def test_an_environment_copies_again_after_an_error() -> None:
+    vector: Any = _vector(AutoresetMode.NEXT_STEP)
+    step = vector.envs[0].step
+
+    def fails(action: Any) -> Any:
+        if not vector.copy:
+            raise ValueError("no")
+        return step(action)
+
+    vector.envs[0].step = fails
+    with pytest.raises(ValueError, match="no"):
+        await _batches(vector, Net())
+    assert vector.copy is True
+
+
 def _torchrl(make: str) -> Any:
     envs = pytest.importorskip("torchrl.envs")
     env = envs.GymEnv("CartPole-v1", categorical_action_encoding=True)
