@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import weakref
+import sys
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -34,7 +34,7 @@ from aiosync.collectors.env import (
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
-from aiosync.weights.tensors import spelled, tensor_at
+from aiosync.weights.tensors import array_at, spelled, tensor_over_array
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,7 @@ class BatchBuffer:
         self._fields = self._views(self.segment.buffer)  # of the batch
         self.views = {key: view.movedim(batch_dims, 0) for key, view in self._fields.items()}  # steps first
         self._part: Part | None = None
+        self._unlent: list[int] | None = None  # _references() while nothing is lent; None: nothing ever was
         self._checked: tuple[Set[Key], Set[Key]] = set(), set()  # the fields of a frame that lacks none
         # What writes frames into this memory (DirectFrames), and for which fields; None: not known.
         self.direct: tuple[object, object] | None = None
@@ -211,15 +212,30 @@ class BatchBuffer:
             if key in self._fields:
                 self._fields[key].index_copy_(self._dims, torch.tensor(order), value)
 
-    def lend(self, on_returned: Callable[[], object]) -> Fields:
-        """Return tensors that view this memory. The thread that drops the last one calls ``on_returned``."""
+    @functools.cached_property
+    def _arrays(self) -> list[tuple[Key, Any, torch.dtype]]:
+        """The arrays that lent tensors refer to, of this memory; and the tensors' dtypes."""
         buffer = self.segment.buffer
         memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
         memory.segment = self.segment  # keeps the segment mapped as long as a tensor views it
-        weakref.finalize(memory, on_returned).atexit = False
+        return [(key, array_at(memory, e.offset, e.shape, e.dtype), e.dtype) for key, e in self._entries]
+
+    def _references(self) -> list[int]:
+        return [sys.getrefcount(array) for _, array, _ in self._arrays]
+
+    def lend(self) -> Fields:
+        """Return tensors that view this memory; see :attr:`is_lent`."""
+        if self._unlent is None:
+            self._unlent = self._references()
         # In the caller's inference mode, the tensors would not fit parameters made outside of that mode.
         with torch.inference_mode(False):
-            return {key: tensor_at(memory, e.offset, e.shape, e.dtype) for key, e in self._entries}
+            return {key: tensor_over_array(array, dtype) for key, array, dtype in self._arrays}
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether anything still views the tensors of :meth:`lend`: their storages refer to the arrays. A
+        callback for their end would take as long again as :meth:`lend`."""
+        return self._unlent is not None and self._references() != self._unlent
 
 
 def _name(key: Key) -> str:
@@ -372,29 +388,3 @@ class BatchBuffers:
         else:
             for index in indices:
                 del self._buffers[index]
-
-
-class BufferLoans:
-    """Which of a worker's buffers the trainer holds, and which of them the worker may reuse.
-
-    Each lent batch keeps this object alive, so it refers to no other object.
-    """
-
-    def __init__(self) -> None:
-        self.lent: set[int] = set()  # buffers of batches that the trainer holds
-        self._released: list[int] = []  # buffers that the worker may reuse and has not been notified of
-
-    def lend(self, buffer: int) -> Callable[[], None]:
-        """Record a loan. Returns the function that ends it, to be called from any thread."""
-        self.lent.add(buffer)
-        return functools.partial(self.release, buffer)
-
-    def release(self, buffer: int) -> None:
-        """Let the worker reuse a buffer."""
-        self.lent.discard(buffer)
-        self._released.append(buffer)
-
-    def take_released(self) -> tuple[int, ...]:
-        """Return the released buffers for the next request, and forget them."""
-        # Another thread may append a buffer meanwhile: no other method removes any.
-        return tuple(self._released.pop() for _ in range(len(self._released)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -13,6 +12,9 @@ from aiosync.collectors.batch_buffers import BatchBuffer, Part
 from aiosync.collectors.env import MASK, TRAJ_IDS, Fields, Nested, Specs, assemble
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.segment import Segment
+
+_MAX_BUFFERS = 32
+"""Batches in the caller's hands whose memory is reused once they are dropped. That of older ones is freed."""
 
 
 class _JoinedBatch(NamedTuple):
@@ -36,7 +38,7 @@ class BatchJoiner:
     def __init__(self, dim: Literal["stack"] | int, *, may_differ: bool = False) -> None:
         self._dim = dim
         self._may_differ = may_differ
-        self._free: list[BatchBuffer] = []
+        self._buffers: list[BatchBuffer] = []  # also those that the caller holds
         self._next: _JoinedBatch | None = None  # the memory of the next batch
 
     def prepare(self, first: Part, count: int, nested: Nested) -> None:
@@ -77,8 +79,7 @@ class BatchJoiner:
 
     def _make(self, specs: Specs, shape: tuple[int, ...], nested: Nested) -> _JoinedBatch:
         buffer = self._buffer(specs, shape[0])
-        views = buffer.lend(functools.partial(self._free.append, buffer))
-        fields = {key: view[: shape[0]] for key, view in views.items()}
+        fields = {key: view[: shape[0]] for key, view in buffer.lend().items()}
         return _JoinedBatch(shape, specs, nested, fields, assemble(fields, shape, nested))
 
     def _check_dim(self, shapes: Sequence[torch.Size], dim: int) -> int:
@@ -94,11 +95,13 @@ class BatchJoiner:
         )
 
     def _buffer(self, specs: Specs, steps: int) -> BatchBuffer:
-        while self._free:  # another thread may append a buffer meanwhile
-            buffer = self._free.pop()
-            if buffer.fits(specs, steps):
+        for buffer in self._buffers:
+            if not buffer.is_lent and buffer.fits(specs, steps):
                 return buffer
-        return BatchBuffer(specs, steps, Segment.private)
+        held = [buffer for buffer in self._buffers if buffer.is_lent]
+        made = BatchBuffer(specs, steps, Segment.private)
+        self._buffers = [*held[-_MAX_BUFFERS:], made]
+        return made
 
 
 def _specs_of(part: Part, shape: tuple[int, ...]) -> Specs:

@@ -178,21 +178,22 @@ class GymnasiumFrames(DirectFrames):
 
     def run(self, policy: Any, place: int, end: int, turn: NextTurn) -> Run:
         with self._env.without_copies() as same_memory:
-            run = self._run(policy, place, end, turn)
+            run = self._run(policy, place, end, turn, same_memory)
             if same_memory and run.found is not None:
                 run = run._replace(found=copied(run.found))
         return run
 
-    def _run(self, policy: Any, place: int, end: int, turn: NextTurn) -> Run:
+    def _run(self, policy: Any, place: int, end: int, turn: NextTurn, same_memory: bool) -> Run:
         # With a small policy and a small environment, a fourth of the time would be spent here if this were
         # divided into methods: the processor's caches have no room for all the code of a step.
         env, step, call = self._env, self._env.env.step, policy.call
-        actions, given, observations, bool_ = self._action, self._given, self._observations, _BOOL
+        actions, given, observations = self._action, self._given, self._observations
         rewards, terminations, truncations = self._rewards, self._terminations, self._truncations
         shape, dtype = observations.shape[1:], observations.dtype
         ends_shape, stops = rewards.shape[1:], self._stops
         action_shape, action_dtype = (None, None) if actions is None else (actions.shape[1:], actions.dtype)
         observation, found, begun = self.observation, None, False
+        checked: Any = None
         while place < end:
             chosen = call(observation)
             try:  # as _array_of(), with fewer calls
@@ -209,18 +210,18 @@ class GymnasiumFrames(DirectFrames):
                 found = env.act(fields)
             begun = True
             observed, reward, terminated, truncated, *_ = found
-            if type(observed) is not np.ndarray:
-                break
             # In any case a copy: a policy may write into its input, the environment into what it returned.
-            observed = observed.copy() if observed.dtype == dtype else value_of(observed)
-            if observed.shape != shape or observed.dtype != dtype:
-                break
-            try:
-                if ends_shape and not (
-                    reward.shape == terminated.shape == truncated.shape == ends_shape
-                    and terminated.dtype == truncated.dtype == bool_
-                ):
+            if observed is checked:  # and with it comes what has the shapes and dtypes of the step before
+                observed = observed.copy()
+            else:
+                usual = not ends_shape or self._are_usual(reward, terminated, truncated)
+                if type(observed) is not np.ndarray or not usual:
                     break
+                checked = observed if same_memory and observed.dtype == dtype else None
+                observed = observed.copy() if observed.dtype == dtype else value_of(observed)
+                if observed.shape != shape or observed.dtype != dtype:
+                    break
+            try:
                 rewards[place] = reward
                 terminations[place] = terminated
                 truncations[place] = truncated
@@ -236,6 +237,14 @@ class GymnasiumFrames(DirectFrames):
                 break
         self.observation = observation
         return self._ended(Run(place, found, begun))
+
+    def _are_usual(self, reward: Any, terminated: Any, truncated: Any) -> bool:
+        """Return whether these are a reward and two booleans for each environment."""
+        try:
+            same = reward.shape == terminated.shape == truncated.shape == self._rewards.shape[1:]
+            return bool(same and terminated.dtype == truncated.dtype == _BOOL)
+        except AttributeError:  # no arrays
+            return False
 
     def _write_chosen(self, place: int, fields: Values) -> bool:
         if fields.keys() != self._chosen:

@@ -13,7 +13,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.batch_buffers import BatchBuffer, BufferLoans, Part, select_steps
+from aiosync.collectors.batch_buffers import BatchBuffer, Part, select_steps
 from aiosync.collectors.command_pipe import (
     Answer,
     Batch,
@@ -27,7 +27,7 @@ from aiosync.collectors.command_pipe import (
     Payload,
     Ready,
 )
-from aiosync.collectors.env import Nested, assemble
+from aiosync.collectors.env import Fields, Nested, assemble
 from aiosync.collectors.host import Host
 from aiosync.collectors.worker import cancel_all
 from aiosync.collectors.worker_spec import Schemes, WorkerSpec
@@ -44,6 +44,40 @@ copied: each loan keeps a file descriptor open in two processes."""
 
 _KILL_SECONDS = 5.0
 """Seconds to wait for the end of a killed worker."""
+
+
+class BufferLoans:
+    """Which of a worker's buffers the trainer holds, and which of them the worker may reuse."""
+
+    def __init__(self) -> None:
+        self._lent: dict[int, BatchBuffer] = {}  # number -> a buffer that the trainer may hold
+        self._released: list[int] = []  # buffers that the worker may reuse and has not been notified of
+
+    def lend(self, number: int, buffer: BatchBuffer) -> Fields:
+        """Lend a buffer. It is released once the last reference to these tensors is dropped."""
+        self._lent[number] = buffer
+        return buffer.lend()
+
+    def release(self, number: int) -> None:
+        """Let the worker reuse a buffer."""
+        self._released.append(number)
+
+    @property
+    def lent(self) -> int:
+        """How many buffers the trainer holds."""
+        self._end_loans()
+        return len(self._lent)
+
+    def _end_loans(self) -> None:
+        for number in [number for number, buffer in self._lent.items() if not buffer.is_lent]:
+            del self._lent[number]
+            self.release(number)
+
+    def take_released(self) -> tuple[int, ...]:
+        """Return the released buffers for the next request, and forget them."""
+        self._end_loans()
+        released, self._released = tuple(self._released), []
+        return released
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,11 +112,11 @@ class DeliveredBatch:
         loans, buffer, steps = self.worker.loans, self.message.buffer, self.message.steps
         if isinstance(self.data, TensorDictBase) or self.message.order is not None:
             found = self.read()  # which are no views of a buffer
-        elif len(loans.lent) >= _MAX_LENT:
+        elif loans.lent >= _MAX_LENT:
             found = self.read().clone()
         else:
             self.worker.batches.remove(self)
-            views = self.data.lend(loans.lend(buffer))
+            views = loans.lend(buffer, self.data)
             shape, nested = self.worker.shape, self.worker.nested
             if steps == self.data.steps:
                 return assemble(views, (*shape, steps), nested)

@@ -202,17 +202,20 @@ def tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) 
     return _tensor_of(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), shape, dtype)
 
 
-def tensor_at(memory: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Make a contiguous tensor in a part of an object with the buffer protocol, from ``offset`` bytes on.
+def array_at(memory: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    """Make a contiguous array in a part of an object with the buffer protocol, from ``offset`` bytes on, for
+    :func:`tensor_over_array`. If NumPy has no such dtype, the array has bytes, with one more dimension."""
+    alike = _NUMPY.get(dtype)
+    if alike is None:
+        return np.ndarray((*shape, dtype.itemsize), np.uint8, memory, offset)
+    return np.ndarray(shape, alike, memory, offset)
 
-    As :func:`tensor_over` of that part, in less time.
-    """
-    count, alike = math.prod(shape), _NUMPY.get(dtype)
-    if not count:  # frombuffer() refuses it
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    if alike is None:  # the tensor is a view of another one
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
-    return torch.from_numpy(np.ndarray(shape, alike, memory, offset))  # a third of that time
+
+def tensor_over_array(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
+    """Make a tensor over the memory of an array of :func:`array_at`. Its storage keeps a reference to this
+    very object."""
+    found = torch.from_numpy(array)
+    return found if found.dtype == dtype else found.view(dtype).squeeze(-1)
 
 
 def _tensor_of(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

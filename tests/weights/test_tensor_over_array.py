@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from aiosync.weights.tensors import DTYPES, tensor_at
+from aiosync.weights.tensors import DTYPES, array_at, tensor_over_array
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -18,7 +19,7 @@ from aiosync.weights.tensors import DTYPES, tensor_at
 def test_it_is_that_part_in_main_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     memory = bytearray(range(200))
     with torch.device("meta"):  # the default device of the caller
-        found = tensor_at(memory, 16, shape, dtype)
+        found = tensor_over_array(array_at(memory, 16, shape, dtype), dtype)
     assert (found.device.type, found.dtype, tuple(found.shape)) == ("cpu", dtype, shape)
     assert found.is_contiguous() and found.untyped_storage().nbytes() == found.nbytes
     assert found.reshape(-1).view(torch.uint8).tolist() == list(range(16, 16 + found.nbytes))
@@ -27,14 +28,20 @@ def test_it_is_that_part_in_main_memory(dtype: torch.dtype, shape: tuple[int, ..
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_keeps_the_memory(dtype: torch.dtype) -> None:
+def test_it_keeps_the_array(dtype: torch.dtype) -> None:
     memory = np.zeros(64, np.uint8)
-    dropped = weakref.ref(memory)
-    found = tensor_at(memory, 8, (2, 3), dtype)
-    view = found[1]
+    array = array_at(memory, 8, (2, 3), dtype)
+    before, memory_kept, array_kept = sys.getrefcount(array), weakref.ref(memory), weakref.ref(array)
+    found = tensor_over_array(array, dtype)
+    view, other = found[1], found.view(torch.uint8).numpy()[1:]
     del memory, found
     gc.collect()
-    assert dropped() is not None
+    assert sys.getrefcount(array) == before + 1
     del view
     gc.collect()
-    assert dropped() is None
+    assert sys.getrefcount(array) == before + 1
+    del other
+    gc.collect()
+    assert sys.getrefcount(array) == before
+    del array
+    assert array_kept() is memory_kept() is None
