@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Self, cast
 
+import torch
 from tensordict import TensorDictBase
 
 from aiosync._processors import current_processor
@@ -217,7 +219,7 @@ class BatchIterator(WorkerAccess):
         parts = [each.part() for each in delivered]
         nbytes = sum(part.nbytes for part in parts)
         nested = delivered[0].worker.nested
-        device = self.config.devices.of(0).storing
+        device = self._storing_devices[0]
 
         def join() -> TensorDictBase:
             found = self._joiner.join(parts, nested)
@@ -229,9 +231,14 @@ class BatchIterator(WorkerAccess):
             part.release()
         return self._finish(found, delivered)
 
+    @functools.cached_property
+    def _storing_devices(self) -> list[torch.device | None]:
+        """Where batches of each worker go; None: they stay in shared memory."""
+        return [self.config.devices.of(worker).storing for worker in range(self.num_workers)]
+
     async def _lend(self, delivered: DeliveredBatch) -> TensorDictBase:
         """Return a worker's batch, in the memory that the worker wrote, or copied to ``storing_device``."""
-        device = self.config.devices.of(delivered.worker.index).storing
+        device = self._storing_devices[delivered.worker.index]
         if device is None or device.type == "cpu":
             found: TensorDictBase = delivered.lend()
         else:

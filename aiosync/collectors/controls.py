@@ -183,7 +183,8 @@ class Controls:
         return self._extra_updates + max([0, *versions])
 
     def _name_versions(self) -> None:
-        self._versions.advance(self._version_number)
+        if self._versions.tracker is not None:
+            self._versions.advance(self._version_number)
         if self._age_limit is not None:
             self._age_limit.update()
 

@@ -50,12 +50,12 @@ class BufferLoans:
     """Which of a worker's buffers the trainer holds, and which of them the worker may reuse."""
 
     def __init__(self) -> None:
-        self._lent: dict[int, BatchBuffer] = {}  # number -> a buffer that the trainer may hold
+        self.lent: dict[int, BatchBuffer] = {}  # number -> a buffer that the trainer may hold
         self._released: list[int] = []  # buffers that the worker may reuse and has not been notified of
 
     def lend(self, number: int, buffer: BatchBuffer) -> Fields:
         """Lend a buffer. It is released once the last reference to these tensors is dropped."""
-        self._lent[number] = buffer
+        self.lent[number] = buffer
         return buffer.lend()
 
     def release(self, number: int) -> None:
@@ -63,14 +63,15 @@ class BufferLoans:
         self._released.append(number)
 
     @property
-    def lent(self) -> int:
-        """How many buffers the trainer holds."""
-        self._end_loans()
-        return len(self._lent)
+    def is_full(self) -> bool:
+        """Whether the trainer holds so many buffers that it gets no further one."""
+        if len(self.lent) >= _MAX_LENT:
+            self._end_loans()
+        return len(self.lent) >= _MAX_LENT
 
     def _end_loans(self) -> None:
-        for number in [number for number, buffer in self._lent.items() if not buffer.is_lent]:
-            del self._lent[number]
+        for number in [number for number, buffer in self.lent.items() if not buffer.is_lent]:
+            del self.lent[number]
             self.release(number)
 
     def take_released(self) -> tuple[int, ...]:
@@ -112,7 +113,7 @@ class DeliveredBatch:
         loans, buffer, steps = self.worker.loans, self.message.buffer, self.message.steps
         if isinstance(self.data, TensorDictBase) or self.message.order is not None:
             found = self.read()  # which are no views of a buffer
-        elif loans.lent >= _MAX_LENT:
+        elif loans.is_full:
             found = self.read().clone()
         else:
             self.worker.batches.remove(self)

@@ -30,7 +30,7 @@ _LEAST = 0.5e-3
 """Least seconds between two turns that were due because something had arrived. Otherwise a descriptor that
 stays readable, of an environment for example, would cost a turn after each frame."""
 
-_ASKING = 0.25e-3
+_ASKING = 0.5e-3
 """Least seconds between two questions whether something has arrived. To ask after each frame would cost 2 %
 of a small environment's frames: a system call moves their code out of the processor's caches."""
 

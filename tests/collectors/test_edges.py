@@ -352,7 +352,7 @@ async def test_masks_of_parts_that_differ_in_length() -> None:
 async def test_many_batches_are_kept() -> None:
     async with collecting(ENVS[:1], make_policy(), sync=False) as collector:
         kept = [await anext(collector) for _ in range(80)]
-        assert workers_of(collector)[0].loans.lent <= 32
+        assert len(workers_of(collector)[0].loans.lent) <= 32
         steps = torch.cat([batch["observation"] for batch in kept])
     assert (steps[1:, 1:3] != steps[:-1, 1:3]).any(-1).all()
 
