@@ -147,7 +147,7 @@ class BatchBuffer:
         self._fields = self._views(self.segment.buffer)  # of the batch
         self.views = {key: view.movedim(batch_dims, 0) for key, view in self._fields.items()}  # steps first
         self._part: Part | None = None
-        self._unlent: list[int] | None = None  # _references() while nothing is lent; None: nothing ever was
+        self._was_lent = False
         self._checked: tuple[Set[Key], Set[Key]] = set(), set()  # the fields of a frame that lacks none
         # What writes frames into this memory (DirectFrames), and for which fields; None: not known.
         self.direct: tuple[object, object] | None = None
@@ -214,28 +214,30 @@ class BatchBuffer:
 
     @functools.cached_property
     def _arrays(self) -> list[tuple[Key, Any, torch.dtype]]:
-        """The arrays that lent tensors refer to, of this memory; and the tensors' dtypes."""
+        """The arrays in this memory that lent tensors refer to, with their dtypes; and one array that is
+        never lent."""
         buffer = self.segment.buffer
         memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
         memory.segment = self.segment  # keeps the segment mapped as long as a tensor views it
-        return [(key, array_at(memory, e.offset, e.shape, e.dtype), e.dtype) for key, e in self._entries]
-
-    def _references(self) -> list[int]:
-        return [sys.getrefcount(array) for _, array, _ in self._arrays]
+        found = [(key, array_at(memory, e.offset, e.shape, e.dtype), e.dtype) for key, e in self._entries]
+        return [*found, ("", np.empty(0), torch.float64)]
 
     def lend(self) -> Fields:
         """Return tensors that view this memory; see :attr:`is_lent`."""
-        if self._unlent is None:
-            self._unlent = self._references()
+        self._was_lent = True
         # In the caller's inference mode, the tensors would not fit parameters made outside of that mode.
         with torch.inference_mode(False):
-            return {key: tensor_over_array(array, dtype) for key, array, dtype in self._arrays}
+            return {key: tensor_over_array(array, dtype) for key, array, dtype in self._arrays[:-1]}
 
     @property
     def is_lent(self) -> bool:
         """Whether anything still views the tensors of :meth:`lend`: their storages refer to the arrays. A
         callback for their end would take as long again as :meth:`lend`."""
-        return self._unlent is not None and self._references() != self._unlent
+        if not self._was_lent:
+            return False
+        # A debugger that refers to what is counted here refers to the last array too.
+        *references, unlent = [sys.getrefcount(array) for _, array, _ in self._arrays]
+        return any(count > unlent for count in references)
 
 
 def _name(key: Key) -> str:

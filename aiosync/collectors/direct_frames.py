@@ -193,7 +193,7 @@ class GymnasiumFrames(DirectFrames):
         ends_shape, stops = rewards.shape[1:], self._stops
         action_shape, action_dtype = (None, None) if actions is None else (actions.shape[1:], actions.dtype)
         observation, found, begun = self.observation, None, False
-        checked: Any = None
+        checked: object = self  # no observation
         while place < end:
             chosen = call(observation)
             try:  # as _array_of(), with fewer calls
@@ -210,25 +210,25 @@ class GymnasiumFrames(DirectFrames):
                 found = env.act(fields)
             begun = True
             observed, reward, terminated, truncated, *_ = found
-            # In any case a copy: a policy may write into its input, the environment into what it returned.
-            if observed is checked:  # and with it comes what has the shapes and dtypes of the step before
-                observed = observed.copy()
-            else:
+            if observed is not checked:
                 usual = not ends_shape or self._are_usual(reward, terminated, truncated)
                 if type(observed) is not np.ndarray or not usual:
                     break
-                checked = observed if same_memory and observed.dtype == dtype else None
-                observed = observed.copy() if observed.dtype == dtype else value_of(observed)
-                if observed.shape != shape or observed.dtype != dtype:
+            # In any case a copy: a policy may write into its input, the environment into what it returned.
+            own = observed.copy() if observed.dtype == dtype else value_of(observed)
+            if observed is not checked:
+                if own.shape != shape or own.dtype != dtype:
                     break
+                if same_memory:  # the next steps return the same memory, and what comes with it is alike
+                    checked = observed
             try:
                 rewards[place] = reward
                 terminations[place] = terminated
                 truncations[place] = truncated
             except (AttributeError, TypeError, ValueError):  # no numbers, or of other shapes
                 break
-            observations[place] = observed
-            observation = from_numpy(observed)
+            observations[place] = own
+            observation = from_numpy(own)
             if stops and np.count_nonzero(terminations[place] | truncations[place]):
                 break
             begun = False

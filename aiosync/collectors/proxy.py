@@ -315,4 +315,5 @@ class WorkerProxy:
                     await uninterrupted(lambda _: self.host.ended(Deadline.after(_KILL_SECONDS)))
             finally:
                 self.buffers.clear()
+                self.loans.lent.clear()  # tensors keep their memory by themselves
                 self.host.release()

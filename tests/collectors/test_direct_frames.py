@@ -57,6 +57,8 @@ class Habit(Counting):
             seen = torch.from_numpy(seen)
         elif self._habit == "other shape":
             seen = seen[:3]
+        elif self._habit == "none":
+            return None, reward, over, cut, info
         elif self._habit == "no number":
             reward = "much"
         return seen, reward, over, cut, info
@@ -543,3 +545,9 @@ async def test_a_policy_writes_into_its_input_and_other_fields_begin(habit: str)
     found, _ = await _outcome(Habit, Writing(habit, 1), init_random_frames=6)
     assert len(found) == 5
     _assert_same(found, expected)
+
+
+async def test_an_observation_that_is_none_is_an_error_of_its_own() -> None:
+    env = functools.partial(Habit, "none", since=5)
+    with pytest.raises(TypeError, match="object"):
+        await _batches(env, Net())
