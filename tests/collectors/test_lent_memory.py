@@ -26,7 +26,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "view": lambda tensor: tensor[0, 1:],
     "detached": Tensor.detach,
     "array": lambda tensor: tensor.numpy()[1:],
-    "bytes": lambda tensor: memoryview(tensor.numpy()),
+    "bytes": lambda tensor: memoryview(tensor.numpy()),  # type: ignore[arg-type]
     "other dtype": lambda tensor: tensor.view(torch.uint8),
     "storage": Tensor.untyped_storage,
     "parameter": nn.Parameter,
