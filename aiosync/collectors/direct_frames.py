@@ -189,8 +189,7 @@ class GymnasiumFrames(DirectFrames):
         env, step, call = self._env, self._env.env.step, policy.call
         actions, given, observations = self._action, self._given, self._observations
         rewards, terminations, truncations = self._rewards, self._terminations, self._truncations
-        shape, dtype = observations.shape[1:], observations.dtype
-        ends_shape, stops = rewards.shape[1:], self._stops
+        shape, dtype, rows, stops = observations.shape[1:], observations.dtype, env.shape, self._stops
         action_shape, action_dtype = (None, None) if actions is None else (actions.shape[1:], actions.dtype)
         observation, found, begun = self.observation, None, False
         checked: object = self  # no observation
@@ -211,8 +210,7 @@ class GymnasiumFrames(DirectFrames):
             begun = True
             observed, reward, terminated, truncated, *_ = found
             if observed is not checked:
-                usual = not ends_shape or self._are_usual(reward, terminated, truncated)
-                if type(observed) is not np.ndarray or not usual:
+                if type(observed) is not np.ndarray or (rows and not self._are_usual(*found[1:4])):
                     break
             # In any case a copy: a policy may write into its input, the environment into what it returned.
             own = observed.copy() if observed.dtype == dtype else value_of(observed)
