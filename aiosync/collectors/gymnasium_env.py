@@ -62,6 +62,12 @@ def copied(found: Any) -> Any:
 _FALSE, _TRUE = np.array([False]), np.array([True])
 
 
+def _is_replaced(env: Any, name: str) -> bool:
+    """Whether the object has another method of this name than its class."""
+    # Not vars(env): see adapters._has().
+    return getattr(getattr(env, name, None), "__func__", None) is not getattr(type(env), name, None)
+
+
 def _end_fields(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Values:
     if not shape:  # shared constants: the fields of a frame are never written into
         over, cut = _TRUE if terminated else _FALSE, _TRUE if truncated else _FALSE
@@ -218,7 +224,8 @@ class VectorEnv(GymnasiumEnv):
         # wrappers, may keep what they return.
         env, vector = self.env, sys.modules.get("gymnasium.vector")
         classes = () if vector is None else (vector.SyncVectorEnv, vector.AsyncVectorEnv)
-        if type(env) not in classes or vars(env).keys() & {"step", "step_wait"} or not env.copy:
+        own = type(env) in classes and not any(_is_replaced(env, name) for name in ("step", "step_wait"))
+        if not own or not env.copy:
             yield False
             return
         made_copies, env.copy = env.copy, False
