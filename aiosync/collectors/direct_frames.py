@@ -208,16 +208,21 @@ class GymnasiumFrames(DirectFrames):
                     return self._ended(Run(place, found, False, fields))
                 found = env.act(fields)
             begun = True
-            observed, reward, terminated, truncated, *_ = found
-            if observed is not checked:
+            try:
+                observed, reward, terminated, truncated, _ = found
+            except (TypeError, ValueError):
+                break
+            # In any case a copy: a policy may write into its input, the environment into what it returned.
+            if observed is checked:
+                own = observed.copy()
+            else:
                 if type(observed) is not np.ndarray or (rows and not self._are_usual(*found[1:4])):
                     break
-            # In any case a copy: a policy may write into its input, the environment into what it returned.
-            own = observed.copy() if observed.dtype == dtype else value_of(observed)
-            if observed is not checked:
+                alike = observed.dtype == dtype
+                own = observed.copy() if alike else value_of(observed)
                 if own.shape != shape or own.dtype != dtype:
                     break
-                if same_memory:  # the next steps return the same memory, and what comes with it is alike
+                if alike and same_memory:  # the next steps return the same memory, and the rest is alike too
                     checked = observed
             try:
                 rewards[place] = reward

@@ -56,7 +56,7 @@ def _flags_of(value: Any) -> np.ndarray[Any, Any]:
 def copied(found: Any) -> Any:
     """Return what an environment's ``step`` returned, with a copy of the observation."""
     observed, *others = found
-    return copy.deepcopy(observed), *others
+    return observed.copy() if type(observed) is np.ndarray else copy.deepcopy(observed), *others
 
 
 _FALSE, _TRUE = np.array([False]), np.array([True])
