@@ -192,7 +192,7 @@ class GymnasiumFrames(DirectFrames):
         shape, dtype, rows, stops = observations.shape[1:], observations.dtype, env.shape, self._stops
         action_shape, action_dtype = (None, None) if actions is None else (actions.shape[1:], actions.dtype)
         observation, found, begun = self.observation, None, False
-        checked: object = self  # no observation
+        checked: Any = self  # no observation
         while place < end:
             chosen = call(observation)
             try:  # as _array_of(), with fewer calls
