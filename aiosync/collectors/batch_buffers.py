@@ -237,7 +237,7 @@ class BatchBuffer:
             return False
         # A debugger that refers to what is counted here refers to the last array too.
         *references, unlent = [sys.getrefcount(array) for _, array, _ in self._arrays]
-        return any(count > unlent for count in references)
+        return max(references) > unlent
 
 
 def _name(key: Key) -> str:

@@ -113,10 +113,6 @@ class DirectFrames(ABC):
         """Take steps, and write their frames from ``place`` on: to before ``end``, or until a turn of the
         event loop is due, or until something else must be done first."""
 
-    def _ended(self, run: Run) -> Run:
-        self._next = run.end
-        return run
-
     def _write_version(self, end: int) -> None:
         """Write the version of the frames before this place."""
         for column in self._versions:
@@ -177,11 +173,12 @@ class GymnasiumFrames(DirectFrames):
         return True
 
     def run(self, policy: Any, place: int, end: int, turn: NextTurn) -> Run:
-        with self._env.without_copies() as same_memory:
-            run = self._run(policy, place, end, turn, same_memory)
-            if same_memory and run.found is not None:
-                run = run._replace(found=copied(run.found))
-        return run
+        same_memory = self._env.stop_copying()
+        try:
+            return self._run(policy, place, end, turn, same_memory)
+        finally:
+            if same_memory:
+                self._env.copy_again()
 
     def _run(self, policy: Any, place: int, end: int, turn: NextTurn, same_memory: bool) -> Run:
         # With a small policy and a small environment, a fourth of the time would be spent here if this were
@@ -191,7 +188,7 @@ class GymnasiumFrames(DirectFrames):
         rewards, terminations, truncations = self._rewards, self._terminations, self._truncations
         shape, dtype, rows, stops = observations.shape[1:], observations.dtype, env.shape, self._stops
         action_shape, action_dtype = (None, None) if actions is None else (actions.shape[1:], actions.dtype)
-        observation, found, begun = self.observation, None, False
+        observation, found, begun, other = self.observation, None, False, None
         checked: Any = self  # no observation
         while place < end:
             chosen = call(observation)
@@ -205,7 +202,8 @@ class GymnasiumFrames(DirectFrames):
             else:
                 fields: Values = dict(policy.fields_of(chosen, observation))
                 if not self._write_chosen(place, fields):
-                    return self._ended(Run(place, found, False, fields))
+                    other = fields
+                    break
                 found = env.act(fields)
             begun = True
             try:
@@ -238,8 +236,10 @@ class GymnasiumFrames(DirectFrames):
             place += 1
             if clock() >= turn.not_before and turn.is_due():
                 break
-        self.observation = observation
-        return self._ended(Run(place, found, begun))
+        self.observation, self._next = observation, place
+        if same_memory and found is not None:
+            found = copied(found)
+        return Run(place, found, begun, other)
 
     def _are_usual(self, reward: Any, terminated: Any, truncated: Any) -> bool:
         """Return whether these are a reward and two booleans for each environment."""
@@ -282,14 +282,15 @@ class TensorDictFrames(DirectFrames):
         self._fields = buffer.next_columns.keys() - {VERSION}
 
     def run(self, policy: Actor, place: int, end: int, turn: NextTurn) -> Run:
-        env, found, begun = self._env, None, False
+        env, found, begun, other = self._env, None, False, None
         while place < end:
             chosen: Values = dict(policy(self.observation))
             if chosen.keys() != self._chosen:
                 kept = {key: value for key, value in self.observation.items() if key in self._chosen}
                 chosen = kept | chosen
                 if chosen.keys() != self._chosen:
-                    return self._ended(Run(place, found, False, chosen))
+                    other = chosen
+                    break
             self._write(place, chosen)
             found, begun = env.act(chosen), True
             if found.keys() != self._fields:
@@ -303,7 +304,8 @@ class TensorDictFrames(DirectFrames):
             place += 1
             if turn.is_due():
                 break
-        return self._ended(Run(place, found, begun))
+        self._next = place
+        return Run(place, found, begun, other)
 
 
 def _array_of(tensor: Tensor) -> np.ndarray[Any, Any] | None:

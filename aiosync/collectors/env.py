@@ -12,8 +12,7 @@ policy takes one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -255,23 +254,23 @@ _NESTED_LOOP = (
 )
 
 
-@contextmanager
-def no_nested_loop() -> Iterator[None]:
-    """Around calls of an environment: replaces asyncio's errors about nested event loops by one that says
-    what to do."""
-    try:
-        yield
-    except RuntimeError as exc:
-        if not any(text in str(exc) for text in _NESTED_LOOP):
-            raise
-        raise InvalidArgumentError(
-            "the environment starts an event loop in reset() or step(), but the worker's event loop calls "
-            "these methods: make them `async def` and use `await`, or run the other event loop in a thread "
-            f"of the environment ({exc})"
-        ) from exc
+class NoNestedLoop:
+    """The context to call an environment in: replaces asyncio's errors about nested event loops by one that
+    says what to do."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _NESTED_LOOP):
+            raise InvalidArgumentError(
+                "the environment starts an event loop in reset() or step(), but the worker's event loop "
+                "calls these methods: make them `async def` and use `await`, or run the other event loop in "
+                f"a thread of the environment ({error})"
+            ) from error
 
 
 def call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a method of an environment; see :func:`no_nested_loop`."""
-    with no_nested_loop():
+    """Call a method of an environment; see :class:`NoNestedLoop`."""
+    with NoNestedLoop():
         return method(*arguments, **options)

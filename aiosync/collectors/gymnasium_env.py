@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -98,12 +97,13 @@ class GymnasiumEnv(Env):
         """Take the action in ``step``. Returns what the environment returns."""
         return self.env.step(self._given(as_array(step["action"])))
 
-    @contextmanager
-    def without_copies(self) -> Iterator[bool]:
-        """In this context the environment may return the same memory at each step, if that is faster. Yields
-        whether it does: then what it returned last has to be copied, by :func:`copied`, before the context
-        ends."""
-        yield False
+    def stop_copying(self) -> bool:
+        """Let the environment return the same memory at each step, if that is faster. Returns whether it
+        does: then what it returned last has to be copied, by :func:`copied`, before :meth:`copy_again`."""
+        return False
+
+    def copy_again(self) -> None:
+        """End what :meth:`stop_copying` has begun."""
 
     def observed(self, current: Values) -> Tensor:
         """Return a copy of the observation: all that some policies need of what the next step begins with.
@@ -208,6 +208,7 @@ class VectorEnv(GymnasiumEnv):
         self.skips = self._mode == "NextStep"
         # With SAME_STEP: the observations after the last step, and where it has begun the next episode.
         self._after_autoreset: Values = {}
+        self._made_copies: Any = True  # what the environment's attribute ``copy`` was
         self._reset_itself = np.zeros(self.shape, np.bool_)
 
     def configure(self, config: BatchConfig) -> None:
@@ -218,21 +219,19 @@ class VectorEnv(GymnasiumEnv):
                 "AutoresetMode.DISABLED"
             )
 
-    @contextmanager
-    def without_copies(self) -> Iterator[bool]:
+    def stop_copying(self) -> bool:
         # These copy their observations, which takes 2 % of the time of eight small environments. Others, and
         # wrappers, may keep what they return.
         env, vector = self.env, sys.modules.get("gymnasium.vector")
-        classes = () if vector is None else (vector.SyncVectorEnv, vector.AsyncVectorEnv)
-        own = type(env) in classes and not any(_is_replaced(env, name) for name in ("step", "step_wait"))
-        if not own or not env.copy:
-            yield False
-            return
-        made_copies, env.copy = env.copy, False
-        try:
-            yield True
-        finally:
-            env.copy = made_copies
+        if vector is None or type(env) not in (vector.SyncVectorEnv, vector.AsyncVectorEnv):
+            return False
+        if not env.copy or _is_replaced(env, "step") or _is_replaced(env, "step_wait"):
+            return False
+        self._made_copies, env.copy = env.copy, False
+        return True
+
+    def copy_again(self) -> None:
+        self.env.copy = self._made_copies
 
     def fields_of(self, found: Any) -> Values:
         after = self._step_fields(found)

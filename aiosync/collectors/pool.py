@@ -169,8 +169,10 @@ class Pool:
     def _error(self) -> BaseException | None:
         if self._failure is not None:
             return self._failure
-        errors = (worker.error for worker in self.workers if not worker.replaced)
-        return next((error for error in errors if error is not None), None)
+        for worker in self.workers:
+            if worker.error is not None and not worker.replaced:
+                return worker.error
+        return None
 
     async def raise_unless_replaced(self, lost: Sequence[WorkerProxy], error: WorkerLostError) -> None:
         """Raise the error of a lost worker, or ``error`` if no reason is known. Return if each lost worker

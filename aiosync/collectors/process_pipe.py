@@ -9,7 +9,6 @@ import pickle
 import socket
 import struct
 from collections import deque
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -38,8 +37,11 @@ def _encoded(message: object) -> bytes:
     """
     kind = type(message)
     if kind in _PLAIN and getattr(message, "data", None) is None:
-        with suppress(TypeError, OverflowError):  # a user's number that is no int, such as one of NumPy
+        try:
             plain = _ENCODER.encode(message)
+        except (TypeError, OverflowError):  # a user's number that is no int, such as one of NumPy
+            pass
+        else:
             return _HEAD.pack(1 + _PLAIN.index(kind), len(plain)) + plain
     pickled: bytes = cloudpickle.dumps(message)
     return _HEAD.pack(0, len(pickled)) + pickled

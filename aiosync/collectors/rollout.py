@@ -21,11 +21,11 @@ from aiosync.collectors.env import (
     TRAJ_IDS,
     Env,
     Key,
+    NoNestedLoop,
     Values,
     as_array,
     as_tensor,
     as_tensors,
-    no_nested_loop,
 )
 from aiosync.collectors.partial_batch import PartialBatch
 from aiosync.collectors.pickling import dump_env, load_env
@@ -232,7 +232,7 @@ class Rollout:
         frames.begin(first, version, self._steps)
         if self._found is None:
             frames.observation = env.observed(self._current)
-        with no_nested_loop():
+        with NoNestedLoop():
             run = frames.run(self.policy, first, batch.capacity, turn)
         if run.found is not None:
             self._found, self._follows = run.found, True

@@ -6,7 +6,8 @@ import asyncio
 import select
 import sys
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Generator
 from typing import Any
 
 clock = time.perf_counter
@@ -102,7 +103,8 @@ class Turns:
             return NextTurn(self._seconds, self._seconds)
         return NextTurn(_LEAST, _RARELY, self._poll)
 
-    async def give(self) -> None:
+    @types.coroutine
+    def give(self) -> Generator[None, None, None]:
         """Give the event loop a turn."""
         for _ in range(self._iterations):
-            await asyncio.sleep(0)
+            yield  # as asyncio.sleep(0) does, in less time
