@@ -7,6 +7,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -34,7 +35,7 @@ from aiosync.collectors.env import (
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
-from aiosync.weights.tensors import array_at, spelled, tensor_over_array
+from aiosync.weights.tensors import array_at, maker_over_arrays, spelled
 
 
 @dataclass(frozen=True)
@@ -213,21 +214,25 @@ class BatchBuffer:
                 self._fields[key].index_copy_(self._dims, torch.tensor(order), value)
 
     @functools.cached_property
-    def _arrays(self) -> list[tuple[Key, Any, torch.dtype]]:
-        """The arrays in this memory that lent tensors refer to, with their dtypes; and one array that is
-        never lent."""
+    def _arrays(self) -> list[tuple[Key, Any, Callable[[Any], Tensor]]]:
+        """The arrays in this memory that lent tensors refer to, with what makes such a tensor; and one array
+        that is never lent."""
         buffer = self.segment.buffer
         memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
         memory.segment = self.segment  # keeps the segment mapped as long as a tensor views it
-        found = [(key, array_at(memory, e.offset, e.shape, e.dtype), e.dtype) for key, e in self._entries]
-        return [*found, ("", np.empty(0), torch.float64)]
+        found = [
+            (key, array_at(memory, e.offset, e.shape, e.dtype), maker_over_arrays(e.dtype))
+            for key, e in self._entries
+        ]
+        return [*found, ("", np.empty(0), torch.from_numpy)]
 
     def lend(self) -> Fields:
         """Return tensors that view this memory; see :attr:`is_lent`."""
         self._was_lent = True
         # In the caller's inference mode, the tensors would not fit parameters made outside of that mode.
-        with torch.inference_mode(False):
-            return {key: tensor_over_array(array, dtype) for key, array, dtype in self._arrays[:-1]}
+        usual = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with usual:
+            return {key: make(array) for key, array, make in self._arrays[:-1]}
 
     @property
     def is_lent(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -204,18 +204,19 @@ def tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) 
 
 def array_at(memory: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray[Any, Any]:
     """Make a contiguous array in a part of an object with the buffer protocol, from ``offset`` bytes on, for
-    :func:`tensor_over_array`. If NumPy has no such dtype, the array has bytes, with one more dimension."""
+    :func:`maker_over_arrays`. If NumPy has no such dtype, the array has bytes, with one more dimension."""
     alike = _NUMPY.get(dtype)
     if alike is None:
         return np.ndarray((*shape, dtype.itemsize), np.uint8, memory, offset)
     return np.ndarray(shape, alike, memory, offset)
 
 
-def tensor_over_array(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
-    """Make a tensor over the memory of an array of :func:`array_at`. Its storage keeps a reference to this
-    very object."""
-    found = torch.from_numpy(array)
-    return found if found.dtype == dtype else found.view(dtype).squeeze(-1)
+def maker_over_arrays(dtype: torch.dtype) -> Callable[[np.ndarray[Any, Any]], Tensor]:
+    """Return what makes a tensor of this dtype over the memory of an array of :func:`array_at`. The tensor's
+    storage keeps a reference to this very object."""
+    if dtype in _NUMPY:
+        return torch.from_numpy
+    return lambda array: torch.from_numpy(array).view(dtype).squeeze(-1)
 
 
 def _tensor_of(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

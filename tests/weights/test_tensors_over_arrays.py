@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiosync.weights.tensors import DTYPES, array_at, tensor_over_array
+from aiosync.weights.tensors import DTYPES, array_at, maker_over_arrays
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -19,7 +19,7 @@ from aiosync.weights.tensors import DTYPES, array_at, tensor_over_array
 def test_it_is_that_part_in_main_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     memory = bytearray(range(200))
     with torch.device("meta"):  # the default device of the caller
-        found = tensor_over_array(array_at(memory, 16, shape, dtype), dtype)
+        found = maker_over_arrays(dtype)(array_at(memory, 16, shape, dtype))
     assert (found.device.type, found.dtype, tuple(found.shape)) == ("cpu", dtype, shape)
     assert found.is_contiguous() and found.untyped_storage().nbytes() == found.nbytes
     assert found.reshape(-1).view(torch.uint8).tolist() == list(range(16, 16 + found.nbytes))
@@ -32,7 +32,7 @@ def test_it_keeps_the_array(dtype: torch.dtype) -> None:
     memory = np.zeros(64, np.uint8)
     array = array_at(memory, 8, (2, 3), dtype)
     before, memory_kept, array_kept = sys.getrefcount(array), weakref.ref(memory), weakref.ref(array)
-    found = tensor_over_array(array, dtype)
+    found = maker_over_arrays(dtype)(array)
     view, other = found[1], found.view(torch.uint8).numpy()[1:]
     del memory, found
     gc.collect()
