@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import cast
 
 from aiosync._deadline import Deadline, default_timeout
 from aiosync.errors import NotConnectedError
@@ -33,6 +34,8 @@ class WeightActorMixin:
                 ...
                 return batch, version
     """
+
+    _aiosync_endpoints: dict[str, WeightReceiver] | None = None  # model id -> its receiver
 
     async def _receive_weights_from(
         self, scheme: RayWeightSyncScheme, model_id: str | None, worker_idx: int
@@ -84,5 +87,7 @@ class WeightActorMixin:
 
 
 def _endpoints_of(actor: WeightActorMixin) -> dict[str, WeightReceiver]:
-    found: dict[str, WeightReceiver] = vars(actor).setdefault("_aiosync_endpoints", {})
-    return found
+    # Not vars(actor), which would make each later access to the actor's attributes slower.
+    if actor._aiosync_endpoints is None:
+        object.__setattr__(actor, "_aiosync_endpoints", {})
+    return cast("dict[str, WeightReceiver]", actor._aiosync_endpoints)
