@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import cast
 
 from aiosync._deadline import Deadline, default_timeout
 from aiosync.errors import NotConnectedError
@@ -49,7 +48,11 @@ class WeightActorMixin:
         if seat is None:
             return
         receiver = scheme.create_receiver()
-        endpoints = _endpoints_of(self)
+        endpoints = self._aiosync_endpoints
+        if endpoints is None:
+            # Not by vars(self), which would make each later access to the actor's attributes slower.
+            endpoints = {}
+            object.__setattr__(self, "_aiosync_endpoints", endpoints)
         before = endpoints.get(model_id or "policy")
         if before is not None:
             receiver.model_applier.gate = before.model_applier.gate  # it may be pinned by that
@@ -69,7 +72,7 @@ class WeightActorMixin:
             NotConnectedError: no sender has made this actor a worker for that model.
             SyncTimeoutError: other bodies blocked a waiting commit until the timeout.
         """
-        found = _endpoints_of(self).get(model_id)
+        found = (self._aiosync_endpoints or {}).get(model_id)
         if found is None:
             raise NotConnectedError(f"no sender of {model_id!r} has connected to this actor yet")
         deadline = Deadline.after(default_timeout() if timeout is None else timeout)
@@ -77,17 +80,10 @@ class WeightActorMixin:
 
     def weight_version(self, model_id: str = "policy") -> int:
         """The current version; -1 as long as no sender has connected."""
-        found = _endpoints_of(self).get(model_id)
+        found = (self._aiosync_endpoints or {}).get(model_id)
         return found.version if found is not None else -1
 
     @property
     def policy_version(self) -> int:
         """The current version of ``"policy"``; -1 as long as no sender has connected."""
         return self.weight_version()
-
-
-def _endpoints_of(actor: WeightActorMixin) -> dict[str, WeightReceiver]:
-    # Not vars(actor), which would make each later access to the actor's attributes slower.
-    if actor._aiosync_endpoints is None:
-        object.__setattr__(actor, "_aiosync_endpoints", {})
-    return cast("dict[str, WeightReceiver]", actor._aiosync_endpoints)

@@ -43,11 +43,16 @@ def adapt(env: Any, device: torch.device | None = None) -> Env:
 
 
 def _has(env: Any, name: str) -> bool:
-    """Whether ``env`` or its class has this attribute. Properties and ``__getattr__`` do not run."""
+    """Whether ``env`` or its class has this attribute, or says so in ``dir()``. Properties and
+    ``__getattr__`` do not run."""
     # Not dir(env) or vars(env): in Python 3.11 and 3.12 they give the object a dict of its own, and each
     # access to its attributes takes longer from then on: 2 % of a step of eight small environments.
-    if name in dir(type(env)):
+    kind: Any = type(env)
+    if name in dir(kind):
         return True
+    if kind.__dir__ is not object.__dir__ or kind.__getattribute__ is not object.__getattribute__:
+        # A proxy of another object, perhaps.
+        return name in dir(env)
     try:
         object.__getattribute__(env, name)
     except AttributeError:

@@ -229,9 +229,10 @@ class BatchBuffer:
     def lend(self) -> Fields:
         """Return tensors that view this memory; see :attr:`is_lent`."""
         self._was_lent = True
-        # In the caller's inference mode, the tensors would not fit parameters made outside of that mode.
-        usual = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with usual:
+        # In the caller's inference mode, the tensors would not fit parameters made outside of that mode; and
+        # views that are made without gradients cannot be changed in place with gradients.
+        usual = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with nullcontext() if usual else torch.inference_mode(False):
             return {key: make(array) for key, array, make in self._arrays[:-1]}
 
     @property

@@ -234,7 +234,7 @@ class Rollout:
             frames.observation = env.observed(self._current)
         with NoNestedLoop():
             run = frames.run(self.policy, first, batch.capacity, turn)
-        if run.found is not None:
+        if run.begun or run.found is not None:  # None may be what the environment has returned
             self._found, self._follows = run.found, True
         if count := run.end + run.begun - first:
             batch.claim(self.number, count)

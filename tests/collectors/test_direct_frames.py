@@ -16,7 +16,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from aiosync import InvalidArgumentError
-from aiosync.collectors import Collector, MultiCollector
+from aiosync.collectors import Collector, MultiCollector, turns
 from aiosync.collectors.direct_frames import DirectFrames, GymnasiumFrames, Run, TensorDictFrames
 from tests.collectors.worlds import Counting
 from tests.kit.clock import PATIENCE
@@ -61,6 +61,12 @@ class Habit(Counting):
             return None, reward, over, cut, info
         elif self._habit == "no number":
             reward = "much"
+        elif self._habit == "one None" and self._steps == self._since:
+            return None
+        elif self._habit == "six items":
+            return seen, reward, over, cut, info, "more"
+        elif self._habit == "list":
+            return [seen, reward, over, cut, info]
         return seen, reward, over, cut, info
 
 
@@ -97,10 +103,15 @@ ENVS_OF_ROWS = tuple(AutoresetMode.__members__)
 ENVS: dict[str, Any] = {
     **{mode.name: functools.partial(_vector, mode) for mode in AutoresetMode},
     "single": Habit,
-    **{name: functools.partial(Habit, name) for name in ("float64", "read-only", "one memory", "numbers")},
+    **{
+        name: functools.partial(Habit, name)
+        for name in ("float64", "read-only", "one memory", "numbers", "list", "six items")
+    },
+    "six items later": functools.partial(Habit, "six items", since=4),
     "float flags": functools.partial(Habit, "float flags"),
     "tensors": functools.partial(Habit, "tensors", since=4),
 }
+IN_THE_GENERAL_WAY = ("tensors", "float flags", "six items", "six items later")
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "no tags": {"track_policy_version": False},
@@ -160,11 +171,19 @@ async def test_frames_are_those_of_a_policy_that_takes_tensordicts(env: str, opt
     _assert_same(await _batches(ENVS[env], module, **OPTIONS[options]), expected)
 
 
-@pytest.mark.parametrize("env", [name for name in ENVS if name not in ("tensors", "float flags")])
+@pytest.mark.parametrize("env", [name for name in ENVS if name not in IN_THE_GENERAL_WAY])
 async def test_most_frames_are_written_directly(env: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written = count_frames(GymnasiumFrames, monkeypatch)
     (first, *_) = await _batches(ENVS[env], Net())
     assert sum(written) > 0.3 * 4 * first.shape[-1]
+
+
+@pytest.mark.parametrize("since", [2, 9])
+async def test_a_step_that_returns_nothing_is_an_error(since: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if other steps of the batch were taken before the event loop had a turn."""
+    monkeypatch.setattr(turns, "_OFTEN", 0.0)
+    with pytest.raises(TypeError, match="None"):
+        await _batches(functools.partial(Habit, "one None", since=since), Net())
 
 
 def _seen_copy(vector: Any) -> list[bool]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -79,6 +80,22 @@ def test_a_tool_that_looks_at_local_variables(when: str) -> None:
         assert profiled(lambda: buffer.is_lent)
     del fields
     assert not buffer.is_lent
+
+
+@contextmanager
+def _gradients_in_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, _gradients_in_inference_mode])
+@pytest.mark.parametrize("key", ["observation", "half"])
+def test_what_was_lent_without_gradients_can_be_used_with_them(key: str, mode: Callable[[], Any]) -> None:
+    with mode():
+        fields = _buffer().lend()
+    factor = torch.ones((), dtype=fields[key].dtype, requires_grad=True)
+    fields[key].mul_(factor).sum().backward()
+    assert factor.grad is not None
 
 
 def _mapped() -> int:

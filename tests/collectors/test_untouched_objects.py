@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from aiosync.collectors import Collector
 from aiosync.collectors.adapters import adapt
+from aiosync.collectors.direct_frames import GymnasiumFrames
 from aiosync.collectors.gymnasium_env import GymnasiumEnv, VectorEnv
-from tests.collectors.worlds import AsyncCounting, Counting
+from tests.collectors.test_direct_frames import count_frames
+from tests.collectors.worlds import Counting
 
 FRAMES = 64
 
@@ -48,10 +51,12 @@ def test_the_probe_sees_what_asks_for_the_dict() -> None:
         pytest.param(lambda: SyncVectorEnv([Counting] * 2), id="vector"),
         pytest.param(Counting, id="one environment"),
         pytest.param(lambda: gym.wrappers.TimeLimit(Counting(), 5), id="wrapper"),
-        pytest.param(AsyncCounting, id="asynchronous"),
     ],
 )
-async def test_environment_gets_no_dict_of_its_own(make: Callable[[], Any]) -> None:
+async def test_environment_gets_no_dict_of_its_own(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = count_frames(GymnasiumFrames, monkeypatch)
     made: list[Any] = []
 
     def environment() -> Any:
@@ -63,21 +68,52 @@ async def test_environment_gets_no_dict_of_its_own(make: Callable[[], Any]) -> N
         async for _ in collector:
             pass
         assert len(made) == 1
+        assert sum(written) > 0
         assert not has_own_dict(made[0])  # before close(), which may do anything
 
 
 class Proxy(gym.Env[Any, Any]):
-    """An environment that has an answer to every name."""
+    """An environment that has an answer to every name, and properties that may not be read."""
 
     action_space = gym.spaces.Discrete(2)
 
-    @property
-    def batch_size(self) -> Any:
-        """Not to be read."""
+    def _refuse(self) -> Any:
         raise AssertionError("a property ran")
+
+    action_keys, num_envs = property(_refuse), property(_refuse)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: name
+
+
+class Listing:
+    """A proxy that says in ``dir()`` what the other object has."""
+
+    def __init__(self, other: Any) -> None:
+        self._other = other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._other, name)
+
+    def __dir__(self) -> Any:
+        return dir(self._other)
+
+
+class Forwarding:
+    """A proxy whose every attribute is the other object's."""
+
+    def __init__(self, other: Any) -> None:
+        object.__setattr__(self, "_other", other)
+
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_other"), name)
+
+
+@pytest.mark.parametrize("of", [Listing, Forwarding, weakref.proxy])
+def test_a_proxy_is_of_the_kind_of_the_other_object(of: Callable[[Any], Any]) -> None:
+    vector, single = SyncVectorEnv([Counting] * 2), Counting()
+    assert type(adapt(of(vector))) is VectorEnv
+    assert type(adapt(of(single))) is GymnasiumEnv
 
 
 def test_the_kind_of_an_environment_is_found_without_running_its_code() -> None:
