@@ -50,8 +50,8 @@ def _has(env: Any, name: str) -> bool:
     kind: Any = type(env)
     if name in dir(kind):
         return True
-    if kind.__dir__ is not object.__dir__ or kind.__getattribute__ is not object.__getattribute__:
-        # A proxy of another object, perhaps.
+    own = kind.__dir__ is object.__dir__ and kind.__getattribute__ is object.__getattribute__
+    if not own or env.__class__ is not kind:  # a proxy of another object, perhaps
         return name in dir(env)
     try:
         object.__getattribute__(env, name)

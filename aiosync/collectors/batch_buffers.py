@@ -226,14 +226,16 @@ class BatchBuffer:
         ]
         return [*found, ("", np.empty(0), torch.from_numpy)]
 
-    def lend(self) -> Fields:
-        """Return tensors that view this memory; see :attr:`is_lent`."""
+    def lend(self, steps: int) -> Fields:
+        """Return tensors that view the memory of the first ``steps`` frames; see :attr:`is_lent`."""
         self._was_lent = True
         # In the caller's inference mode, the tensors would not fit parameters made outside of that mode; and
         # views that are made without gradients cannot be changed in place with gradients.
         usual = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with nullcontext() if usual else torch.inference_mode(False):
-            return {key: make(array) for key, array, make in self._arrays[:-1]}
+            found = {key: make(array) for key, array, make in self._arrays[:-1]}
+            whole, dim = steps == self.steps, self._dims
+            return found if whole else {key: each.narrow(dim, 0, steps) for key, each in found.items()}
 
     @property
     def is_lent(self) -> bool:

@@ -79,7 +79,7 @@ class BatchJoiner:
 
     def _make(self, specs: Specs, shape: tuple[int, ...], nested: Nested) -> _JoinedBatch:
         buffer = self._buffer(specs, shape[0])
-        fields = {key: view[: shape[0]] for key, view in buffer.lend().items()}
+        fields = buffer.lend(shape[0])
         return _JoinedBatch(shape, specs, nested, fields, assemble(fields, shape, nested))
 
     def _check_dim(self, shapes: Sequence[torch.Size], dim: int) -> int:

@@ -220,7 +220,7 @@ class VectorEnv(GymnasiumEnv):
             )
 
     def stop_copying(self) -> bool:
-        # These copy their observations, which takes 2 % of the time of eight small environments. Others, and
+        # These copy their observations, which takes 3 % of the time of eight small environments. Others, and
         # wrappers, may keep what they return.
         env, vector = self.env, sys.modules.get("gymnasium.vector")
         if vector is None or type(env) not in (vector.SyncVectorEnv, vector.AsyncVectorEnv):

@@ -13,7 +13,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.batch_buffers import BatchBuffer, Part, select_steps
+from aiosync.collectors.batch_buffers import BatchBuffer, Part
 from aiosync.collectors.command_pipe import (
     Answer,
     Batch,
@@ -53,10 +53,11 @@ class BufferLoans:
         self.lent: dict[int, BatchBuffer] = {}  # number -> a buffer that the trainer may hold
         self._released: list[int] = []  # buffers that the worker may reuse and has not been notified of
 
-    def lend(self, number: int, buffer: BatchBuffer) -> Fields:
-        """Lend a buffer. It is released once the last reference to these tensors is dropped."""
+    def lend(self, number: int, buffer: BatchBuffer, steps: int) -> Fields:
+        """Lend a buffer's first ``steps`` frames. It is released once the last reference to these tensors is
+        dropped."""
         self.lent[number] = buffer
-        return buffer.lend()
+        return buffer.lend(steps)
 
     def release(self, number: int) -> None:
         """Let the worker reuse a buffer."""
@@ -117,11 +118,8 @@ class DeliveredBatch:
             found = self.read().clone()
         else:
             self.worker.batches.remove(self)
-            views = loans.lend(buffer, self.data)
-            shape, nested = self.worker.shape, self.worker.nested
-            if steps == self.data.steps:
-                return assemble(views, (*shape, steps), nested)
-            return select_steps(views, steps, shape, nested)
+            views = loans.lend(buffer, self.data, steps)
+            return assemble(views, (*self.worker.shape, steps), self.worker.nested)
         self.release()
         return found
 

@@ -45,7 +45,7 @@ def test_whatever_holds_a_tensor(holder: str) -> None:
     buffer = _buffer()
     assert not buffer.is_lent
     for _ in range(2):
-        fields = buffer.lend()
+        fields = buffer.lend(5)
         assert buffer.is_lent
         held = HOLDERS[holder](fields.pop("observation"))
         del fields
@@ -57,7 +57,7 @@ def test_whatever_holds_a_tensor(holder: str) -> None:
 @pytest.mark.parametrize("key", [key for key, *_ in SPECS])
 def test_one_field_is_enough(key: str) -> None:
     buffer = _buffer()
-    kept = buffer.lend()[key]
+    kept = buffer.lend(5)[key]
     assert buffer.is_lent
     del kept
     assert not buffer.is_lent
@@ -74,7 +74,7 @@ def test_a_tool_that_looks_at_local_variables(when: str) -> None:
         finally:
             sys.setprofile(None)
 
-    fields = profiled(buffer.lend) if when == "lent" else buffer.lend()
+    fields = profiled(lambda: buffer.lend(5)) if when == "lent" else buffer.lend(5)
     for _ in range(2):
         assert buffer.is_lent
         assert profiled(lambda: buffer.is_lent)
@@ -89,12 +89,28 @@ def _gradients_in_inference_mode() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, _gradients_in_inference_mode])
+@pytest.mark.parametrize("steps", [5, 4])
 @pytest.mark.parametrize("key", ["observation", "half"])
-def test_what_was_lent_without_gradients_can_be_used_with_them(key: str, mode: Callable[[], Any]) -> None:
+def test_what_was_lent_without_gradients_can_be_used_with_them(
+    key: str, steps: int, mode: Callable[[], Any]
+) -> None:
     with mode():
-        fields = _buffer().lend()
+        fields = _buffer().lend(steps)
     factor = torch.ones((), dtype=fields[key].dtype, requires_grad=True)
     fields[key].mul_(factor).sum().backward()
+    assert factor.grad is not None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("sync", [False, True])
+async def test_a_batch_taken_without_gradients_can_be_used_with_them(
+    sync: bool, mode: Callable[[], Any]
+) -> None:
+    async with collecting(ENVS, make_policy(), sync=sync) as collector:
+        with mode():
+            batch = await anext(collector)
+        factor = torch.ones((), requires_grad=True)
+        batch["next", "reward"].mul_(factor).sum().backward()
     assert factor.grad is not None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import SyncVectorEnv, VectorWrapper
 from torch import Tensor
 
 from aiosync.collectors import Collector
@@ -99,6 +99,20 @@ class Listing:
         return dir(self._other)
 
 
+class Pretending:
+    """A proxy that says that it is of the other object's class."""
+
+    def __init__(self, other: Any) -> None:
+        self._other = other
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._other)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._other, name)
+
+
 class Forwarding:
     """A proxy whose every attribute is the other object's."""
 
@@ -109,9 +123,9 @@ class Forwarding:
         return getattr(object.__getattribute__(self, "_other"), name)
 
 
-@pytest.mark.parametrize("of", [Listing, Forwarding, weakref.proxy])
+@pytest.mark.parametrize("of", [Listing, Pretending, Forwarding, weakref.proxy])
 def test_a_proxy_is_of_the_kind_of_the_other_object(of: Callable[[Any], Any]) -> None:
-    vector, single = SyncVectorEnv([Counting] * 2), Counting()
+    vector, single = VectorWrapper(SyncVectorEnv([Counting] * 2)), Counting()
     assert type(adapt(of(vector))) is VectorEnv
     assert type(adapt(of(single))) is GymnasiumEnv
 
