@@ -183,10 +183,9 @@ class GymnasiumFrames(DirectFrames):
     def _run(self, policy: Any, place: int, end: int, turn: NextTurn, same_memory: bool) -> Run:
         # With a small policy and a small environment, a fourth of the time would be spent here if this were
         # divided into methods: the processor's caches have no room for all the code of a step.
-        env, step, call = self._env, self._env.env.step, policy.call
+        env, step, call, stops = self._env, self._env.env.step, policy.call, self._stops
         actions, given, observations = self._action, self._given, self._observations
         rewards, terminations, truncations = self._rewards, self._terminations, self._truncations
-        shape, dtype, rows, stops = observations.shape[1:], observations.dtype, env.shape, self._stops
         action_shape, action_dtype = (None, None) if actions is None else (actions.shape[1:], actions.dtype)
         observation, found, begun, other = self.observation, None, False, None
         checked: Any = self  # no observation
@@ -210,18 +209,11 @@ class GymnasiumFrames(DirectFrames):
                 observed, reward, terminated, truncated, _ = found
             except (TypeError, ValueError):
                 break
-            # In any case a copy: a policy may write into its input, the environment into what it returned.
-            if observed is checked:
-                own = observed.copy()
-            else:
-                if type(observed) is not np.ndarray or (rows and not self._are_usual(*found[1:4])):
-                    break
-                alike = observed.dtype == dtype
-                own = observed.copy() if alike else value_of(observed)
-                if own.shape != shape or own.dtype != dtype:
-                    break
-                if alike and same_memory:  # the next steps return the same memory, and the rest is alike too
-                    checked = observed
+            own: Any = observed.copy() if observed is checked else self._own(*found[:4])
+            if own is None:
+                break
+            if same_memory and own.dtype == observed.dtype:
+                checked = observed  # the next steps return the same memory, and the rest is alike too
             try:
                 rewards[place] = reward
                 terminations[place] = terminated
@@ -237,9 +229,16 @@ class GymnasiumFrames(DirectFrames):
             if clock() >= turn.not_before and turn.is_due():
                 break
         self.observation, self._next = observation, place
-        if same_memory and found is not None:
-            found = copied(found)
-        return Run(place, found, begun, other)
+        return Run(place, copied(found) if same_memory and found is not None else found, begun, other)
+
+    def _own(self, observed: Any, *others: Any) -> Any:
+        """Return a copy of an observation: a policy may write into its input, the environment into what it
+        returned. None: this, or the reward and the flags, are not as in the frames before."""
+        if type(observed) is not np.ndarray or (self._env.shape and not self._are_usual(*others)):
+            return None
+        usual = self._observations
+        own = observed.copy() if observed.dtype == usual.dtype else value_of(observed)
+        return own if own.shape == usual.shape[1:] and own.dtype == usual.dtype else None
 
     def _are_usual(self, reward: Any, terminated: Any, truncated: Any) -> bool:
         """Return whether these are a reward and two booleans for each environment."""
