@@ -74,15 +74,14 @@ SECTIONS = (
         "middle of a forward pass. aiosync's guard, which prevents that, takes 1 to 2 % of such a pass. Both "
         "trainers send with a pause of 10 ms after each send, so the faster one sends more often in the same "
         "time, and each update takes some of the workers' time. With four workers and one thread aiosync "
-        "sends 1.7 times (shared memory) and 6.5 times (queues) as often as torchrl.",
+        "sends about two times (shared memory) and six times (queues) as often as torchrl.",
     ),
     Section(
         "acting-as-often",
         "Sends to workers that act, as often with both",
         "acting --rounds 5 --threads 1 --workers 4 --every 120",
         "As above, but a send begins every 120 ms with both libraries: one in twenty of torchrl's sends "
-        "through queues takes 100 ms or more. So *forwards/s* compares workers that get as many updates. It "
-        "was taken on another processor than the table above.",
+        "through queues takes 100 ms or more. So *forwards/s* compares workers that get as many updates.",
     ),
     Section(
         "fanout",
