@@ -163,13 +163,14 @@ class WeightSender(SendingEndpoint):
             if before is not None:
                 await before({}, deadline)  # workers that have stopped trying are asked to connect again
         else:
-            async with self._opening.hold(deadline):
+            # A sharded trainer's other ranks match each call with one of theirs, also one that fails while it
+            # waits for its turn. So leading() comes first.
+            async with leading(self._leader, "connect", deadline) as gathering, self._opening.hold(deadline):
                 if not self._live:  # else another call has opened it meanwhile
-                    async with leading(self._leader, "connect", deadline) as gathering:
-                        if before is not None:
-                            weights = await before(weights, deadline)
-                        async with self._calls.call():
-                            await self._open(weights, deadline, gathering)
+                    if before is not None:
+                        weights = await before(weights, deadline)
+                    async with self._calls.call():
+                        await self._open(weights, deadline, gathering)
         await self._wait_for_start(min_workers, deadline)
 
     async def _wait_for_start(self, min_workers: int | None, deadline: Deadline) -> None:

@@ -146,6 +146,23 @@ async def test_a_trainer_that_resumes_and_connects_twice_at_once() -> None:
     assert [worker.scheme.version for worker in workers] == [5, 5]
 
 
+async def test_a_rank_that_calls_connect_again_while_rank_0_publishes() -> None:
+    """The second call is none on the other ranks. Later sends would pair different steps of the ranks."""
+    last, workers = await trainer(trainers.retried)
+    assert last == [3, 3]
+    for worker in workers:
+        assert worker.scheme.version == 3
+        assert all(torch.all(weights == 3) for weights in worker.model.parameters())
+
+
+async def test_overlapping_connects_that_end_in_another_order_on_each_rank() -> None:
+    ((leading, _), (other, _)), workers = await trainer(trainers.overlapping)
+    assert leading == ["GatherError", "SyncTimeoutError"]
+    assert other == ["InvalidArgumentError", "GatherError"]
+    for worker in workers:
+        assert all(torch.all(weights == 3) for weights in worker.model.parameters())
+
+
 async def test_a_rank_that_is_gone() -> None:
     (error, _), _ = await trainer(trainers.abandoned)
     assert error[0] == "GatherError"

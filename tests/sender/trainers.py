@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 
 from aiosync import DistributedWeightSyncScheme, InvalidArgumentError, NotConnectedError, atomic
+from aiosync.sender import endpoint
+from aiosync.sender.publish_together import publish_together
 from tests.kit.clock import BRIEF, PATIENCE
 
 __all__ = [
@@ -36,8 +39,10 @@ __all__ = [
     "memory",
     "not_told",
     "out_of_step",
+    "overlapping",
     "refused",
     "reordered",
+    "retried",
     "spread",
     "together",
     "train",
@@ -225,6 +230,66 @@ async def resumed(scheme: DistributedWeightSyncScheme, model: Any, rank: int) ->
     await asyncio.gather(scheme.connect(), scheme.connect())
     first = scheme.version
     return first, (await scheme.send()).version, scheme.version
+
+
+def _say(word: str) -> None:
+    """Let other ranks continue that wait for this word."""
+    dist.distributed_c10d._get_default_store().set(word, "")
+
+
+async def _heard(word: str) -> None:
+    # A store of its own: while one waits, all other calls of the same one wait too.
+    store: Any = dist.distributed_c10d._get_default_store()
+    await asyncio.to_thread(store.clone().get, word)
+
+
+async def _send_counted(scheme: DistributedWeightSyncScheme, model: Any) -> int:
+    """Fill the weights of each send with its own number; return the last."""
+    for number in range(1, 4):
+        with torch.no_grad():
+            for weights in model.parameters():
+                weights.fill_(number)
+        await scheme.send()
+    return number
+
+
+async def retried(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """A rank's connect() is cancelled while rank 0 publishes, and the rank calls it again."""
+    if rank == 0:
+
+        async def late(*args: Any, **options: Any) -> None:
+            _say("gathered")
+            await _heard("called again")
+            await publish_together(*args, **options)
+
+        with mock.patch.object(endpoint, "publish_together", late):
+            await scheme.connect()
+    else:
+        first = asyncio.create_task(scheme.connect())
+        await _heard("gathered")
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.create_task(scheme.connect())
+        await asyncio.sleep(BRIEF)
+        _say("called again")
+        await second
+    return await _send_counted(scheme, model)
+
+
+async def overlapping(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """Two connect() at once. On rank 0 the second ends before the first, on rank 1 the first fails."""
+    if rank == 0:
+        first = asyncio.create_task(_error_of(scheme.connect()))
+        second = asyncio.create_task(_error_of(scheme.connect(timeout=BRIEF)))
+        await second
+        _say("gave up")
+    else:
+        await _heard("gave up")
+        first = asyncio.create_task(_error_of(scheme.connect(weights="no.such.path")))
+        second = asyncio.create_task(_error_of(scheme.connect()))
+    kinds = [(await first)[0], (await second)[0]]
+    await scheme.connect()
+    return kinds, await _send_counted(scheme, model)
 
 
 async def abandoned(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:

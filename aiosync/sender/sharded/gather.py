@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aiosync._deadline import Deadline, FairLock
+from aiosync._deadline import Deadline
 from aiosync._endpoint import Endpoint, WorkerIds
 from aiosync.errors import GatherError, NotConnectedError
 from aiosync.reports import SendReport
@@ -129,19 +129,16 @@ class ShardContributor(Endpoint):
 
     shards: Shards
     source: WeightSource  # finds this rank's shards
-    _version: int = field(default=-1, init=False)
-    _connecting: FairLock = field(default_factory=FairLock, init=False)
 
     @property
     def version(self) -> int:
         """The last version that rank 0 has published with this rank's shards; -1 before the first."""
-        return self._version
+        return self.shards.version
 
     async def connect(self, weights: Any, deadline: Deadline) -> None:
         """Contribute to version 0. Raises as :meth:`_contribute`."""
-        async with self._connecting.hold(deadline):
-            if self._version < 0:
-                await self._contribute("connect", self.source.extract(weights, set(), deadline), deadline)
+        if self.version < 0:
+            await self._contribute("connect", self.source.extract(weights, set(), deadline), deadline)
 
     async def send_until(
         self, weights: Any, worker_ids: WorkerIds, *, wait: bool, strict: bool, deadline: Deadline
@@ -152,7 +149,7 @@ class ShardContributor(Endpoint):
 
     async def wait_ack_until(self, worker_ids: WorkerIds, deadline: Deadline) -> SendReport:
         """Return the report of the last version."""
-        return SendReport(self._version, 0, {}, {}, ())
+        return SendReport(self.version, 0, {}, {}, ())
 
     async def aclose(self) -> None:
         self.shards.close()
@@ -174,9 +171,9 @@ class ShardContributor(Endpoint):
             failure, offer.failed = exc, str(exc) or repr(exc)
         except BaseException:
             offer.failed = f"its {call}() was cancelled"
-            self.shards.submit(self._contribute_now, offer)
+            self.shards.submit(self.shards.contribute, offer)
             raise
-        work = self.shards.submit(self._contribute_now, offer)
+        work = self.shards.submit(self.shards.contribute, offer)
         try:
             await _until_done(work, deadline)
         except GatherError:
@@ -187,10 +184,6 @@ class ShardContributor(Endpoint):
             offer.given_up = f"a rank has given up its {call}()"
             raise
         return SendReport(work.result(), 0, {}, {}, ())
-
-    def _contribute_now(self, offer: ShardOffer) -> int:
-        self._version = self.shards.contribute(offer)
-        return self._version
 
 
 async def _until_done(

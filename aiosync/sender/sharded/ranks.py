@@ -11,8 +11,9 @@ Rank 0 leads. Every ``connect`` and ``send`` is one *call* on each rank. Calls m
 7. rank 0: the version that it has published, or why it has not;
 8. other ranks: an acknowledgement (after any message that ends a call).
 
-All of this blocks, in one thread per rank, which skips no call. A rank whose call was given up reports it in
-its next message, so the next calls of all ranks match again. One part, a rank's shard of one tensor, is in
+All of this blocks, in one thread per rank, which skips no call, except a ``connect`` after one that has
+succeeded. A rank whose call was given up reports it in its next message, so the next calls of all ranks match
+again. One part, a rank's shard of one tensor, is in
 memory at a time.
 """
 
@@ -83,6 +84,8 @@ class Shards:
         self._others = range(1, len(ranks))
         self._group: Any = None
         self._broken = ""  # why no call can succeed any more
+        # The last version that was published, on every rank that knows of it; -1 before the first.
+        self.version = -1
         self._thread = DetachedThread("aiosync-shards")
         self.leads = self._rank == 0
 
@@ -150,11 +153,22 @@ class Shards:
 
     def conclude(self, call: str, gathered: Future[None] | None, version: int, reason: str) -> None:
         """End a call on the other ranks. ``reason``: why no version was published, or ""."""
+        if self._is_over(call):
+            return
         if gathered is None:
             self._receive_calls(call)  # gather() was not run
         elif gathered.exception() is not None:
             return  # gather() has ended the call
         self._end({"stop": reason} if reason else {"version": version})
+        self.version = max(self.version, version)
+
+    def _is_over(self, call: str) -> bool:
+        """Return whether this call has nothing to do: it is a connect(), and an earlier one has succeeded.
+
+        Every rank asks this in its thread, after all its earlier calls. So all ranks find the same, also one
+        whose earlier connect() had reached its deadline before the version was published.
+        """
+        return call == "connect" and self.version >= 0
 
     def _receive_calls(self, call: str) -> str:
         """Wait until all ranks have made a call. Return why the calls cannot continue, or ""."""
@@ -203,6 +217,8 @@ class Shards:
 
     def contribute(self, offer: ShardOffer) -> int:
         """Contribute to a call; return the version that was published. Raises GatherError if none was."""
+        if self._is_over(offer.call):
+            return self.version
         self._send(0, {"call": offer.call, "failed": offer.failed})
         wanted = self._receive_from_leader()["wanted"]
         blocks: list[Block | None] = []
@@ -221,7 +237,8 @@ class Shards:
                 for piece in to_bytes(local_part(tensor).cpu()).split(_BUCKET):
                     self._group.send([piece], 0, 1).wait()
         self._send(0, {"failed": offer.given_up})
-        return int(self._receive_from_leader()["version"])
+        self.version = int(self._receive_from_leader()["version"])
+        return self.version
 
     def _receive_from_leader(self) -> dict[str, Any]:
         """Receive a message, and acknowledge it if it ends the call. Raises GatherError if rank 0 stops."""
