@@ -52,6 +52,10 @@ class Endpoint:
     # On a receiver: why no more updates will come; None while there is a sender.
     ended: str | None = None
 
+    # Whether the other ranks of a sharded trainer match each call of ``send`` with one of theirs, also if
+    # ``connect`` has failed here.
+    is_matched: bool = False
+
     @property
     def version(self) -> int:
         """The version last published (sender) or current (receiver); -1 before the first."""
@@ -192,7 +196,7 @@ class OpenCalls:
             if not self._scopes:
                 self._none_left.set()
         if self._stopped:
-            raise NotConnectedError("this endpoint was closed while it connected")
+            raise NotConnectedError("this endpoint was closed meanwhile")
 
     async def stop(self) -> None:
         """Cancel the bodies, wait until they have ended, and let no other begin."""

@@ -120,7 +120,8 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
     def _sending(self) -> WeightSender | ShardContributor | NullEndpoint:
         """Return the connected endpoint of the sender's side. The endpoint checks its event loop itself."""
         endpoint = self._endpoint
-        if self._pid != os.getpid() or not self._synchronized or not isinstance(endpoint, _SENDING):
+        connected = self._synchronized or endpoint.is_matched
+        if self._pid != os.getpid() or not connected or not isinstance(endpoint, _SENDING):
             raise self._not_connected("sender")
         return endpoint
 

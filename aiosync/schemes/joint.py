@@ -87,7 +87,7 @@ class JointUpdate:
             if isinstance(sender, NullEndpoint):
                 continue
             sender.check_open()
-            if sender.sharded:
+            if sender.is_matched:
                 raise InvalidArgumentError(
                     f"{scheme!r} sends a model that is spread over ranks, which cannot be part of a joint "
                     "update: send a dict of whole tensors (full_tensor() of each DTensor)"

@@ -24,7 +24,7 @@ from aiosync.schemes.state import SchemeState
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sender.extraction import WeightSource
 from aiosync.sender.sharded.gather import GatherLeader, ShardContributor
-from aiosync.sender.sharded.ranks import Shards
+from aiosync.sender.sharded.ranks import Shards, leads_ranks
 from aiosync.sender.worker_plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.transfer.base import Transfer
 from aiosync.transports.base import FramedTransport, Listener
@@ -157,7 +157,7 @@ class SchemeRecipe(SchemeState, ABC):
         A model that is sharded over the ranks of a trainer (FSDP2, DTensors) is sent by the first rank of its
         mesh. Every rank initialises the scheme, connects and sends at the same places of its program. The
         other ranks contribute their shards; their reports list no workers. If one rank fails, all of them
-        raise.
+        raise. Repeat a ``send`` on all ranks or on none.
 
         Give one of: ``params_map``; ``context`` with ``model_id``; ``model`` or ``weights`` with
         ``devices``, with ``device_map_fn`` and ``num_workers``, or with ``num_workers`` alone (CPU).
@@ -206,12 +206,15 @@ class SchemeRecipe(SchemeState, ABC):
         given = None if plan.made_here else self.model
         mesh = mesh_of((given, plan.weights, *(group.weights for group in plan.groups)))
         self._role = "sender"
-        shards = Shards(mesh) if mesh is not None else None
-        if shards is not None and not shards.leads:
-            self._endpoint = ShardContributor(shards, self._weight_source(plan))
-            return
-        self._leader = GatherLeader(shards) if shards is not None else None
-        self._listener = self._make_listener(plan.workers, ctx)
+        leads = mesh is None or leads_ranks(mesh)
+        if leads:
+            self._listener = self._make_listener(plan.workers, ctx)
+        if mesh is not None:  # nothing fails after this: all ranks count their Shards
+            shards = Shards(mesh, model_id)
+            if leads:
+                self._leader = GatherLeader(shards)
+            else:
+                self._endpoint = ShardContributor(shards, self._weight_source(plan))
 
     def init_on_receiver(
         self,
@@ -291,7 +294,6 @@ class SchemeRecipe(SchemeState, ABC):
         if self._plan is None or self._listener is None:
             raise NotInitializedError("call init_on_sender() first")
         if not isinstance(self._endpoint, WeightSender):
-            leader, self._leader = self._leader, None
             self._endpoint = self._sender_type(
                 self._spec,
                 self._weight_source(self._plan),
@@ -300,8 +302,9 @@ class SchemeRecipe(SchemeState, ABC):
                 self._token,
                 transfer=self._make_transfer(),
                 events=self._events,
-                leader=leader,
+                leader=self._leader,
             )
+            self._leader = None
         return self._endpoint
 
     def create_receiver(self, *, worker_idx: int | None = None) -> WeightReceiver:

@@ -73,6 +73,7 @@ class WeightSender(SendingEndpoint):
         self.source = source
         self.plan = plan = source.plan
         self._leader = leader
+        self.is_matched = leader is not None
         self.model_id = model_id
         self.registry = WorkerRegistry(
             set(plan.workers), model_id, listener, token, plan.elastic, transfer.outbound, events
@@ -126,11 +127,6 @@ class WeightSender(SendingEndpoint):
     def group_weights(self) -> list[Mapping[str, Tensor]]:
         """As :attr:`weights_in_use`, for each group of workers; empty before ``connect``."""
         return [group.newest.slot.fresh_views() for group in self._groups if group.newest is not None]
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the model is spread over the ranks of the trainer."""
-        return self._leader is not None
 
     def check_alive(self) -> None:
         self.home.check_alive()
@@ -242,7 +238,7 @@ class WeightSender(SendingEndpoint):
             raise
         self._live = True
         if gathering is not None:
-            gathering.published(self.version)
+            gathering.version = self.version
 
     def _allocate(self, nbytes: int, *, device: torch.device, sources: Collection[torch.device]) -> Segment:
         """Allocate a slot's memory. ``sources``: the CUDA devices that the weights come from."""
@@ -266,7 +262,11 @@ class WeightSender(SendingEndpoint):
         if self._leader is None:
             return await self._send(weights, worker_ids, wait, strict, deadline, None)
         async with self._leader.calling("send", deadline) as gathering:
-            return await self._send(weights, worker_ids, wait, strict, deadline, gathering)
+            try:
+                self._check_live()
+                return await self._send(weights, worker_ids, wait, strict, deadline, gathering)
+            finally:
+                gathering.version = self.version
 
     async def _send(
         self,
@@ -300,11 +300,7 @@ class WeightSender(SendingEndpoint):
             )
             if gathering is not None or publication.sharded:
                 await publisher.fill(publication, gathering)
-            try:
-                await publish_together([publication], fallback=wait)
-            finally:
-                if gathering is not None and publication.acks is not None:  # also if this was cancelled since
-                    gathering.published(self.version)
+            await publish_together([publication], fallback=wait)
         finally:
             publisher.lock.release()
         report = await self.finish(publication, wait=wait)
@@ -336,7 +332,7 @@ class WeightSender(SendingEndpoint):
         return report
 
     async def wait_ack_until(self, worker_ids: WorkerIds, deadline: Deadline) -> SendReport:
-        self.check_open()
+        self._check_live()
         targets = self.registry.resolve(worker_ids)
         with asking_to_yield(group.yield_request for group in self._groups):
             return await self._acks.wait_for_acks(targets, deadline)
@@ -363,6 +359,8 @@ class WeightSender(SendingEndpoint):
             last.callback(self.registry.abandon_loop)
 
     async def _close(self) -> None:
+        if self._leader is not None:
+            await self._leader.stop()
         await self._calls.stop()
         async with AsyncExitStack() as last:  # the last first, whatever raises
             last.callback(self._events.emit, "closed", self.model_id, self.version)
@@ -394,3 +392,9 @@ class WeightSender(SendingEndpoint):
             raise NotConnectedError("connect() first: this sender is not connected")
         if self.home.loop is not asyncio.get_running_loop():
             self.home.check()
+
+    def _check_live(self) -> None:
+        """Raise as :meth:`check_open`, and if :meth:`connect` has failed."""
+        self.check_open()
+        if not self._live:
+            raise NotConnectedError("connect() has not succeeded: call it again")

@@ -94,8 +94,6 @@ class Publisher:
     _round: int = field(default=-1, init=False)
     # Whether nothing more may be published.
     stopped: bool = field(default=False, init=False)
-    # Resolved by stop(), to interrupt a gathering of shards.
-    _stopping: asyncio.Future[None] | None = field(default=None, init=False)
     # The wait for devices, during prepare().
     _settling: asyncio.Future[None] | None = field(default=None, init=False)
     # Held by the one ``send`` that may prepare and publish.
@@ -108,8 +106,6 @@ class Publisher:
         NotConnectedError.
         """
         self.stopped = True
-        if self._stopping is not None and not self._stopping.done():
-            self._stopping.set_result(None)
         if self._settling is not None:
             self._settling.cancel()
         for group in self.groups:
@@ -210,14 +206,13 @@ class Publisher:
                 for w in writes
                 for name, *tensors in w.sharded
             ]
-            self._stopping = asyncio.get_running_loop().create_future()
-            await gathering.gather(requests, begin, self._stopping)
+            await gathering.gather(requests, begin)
         except BaseException:
             if gathering is not None and gathering.work is not None:
                 for write in writes:
                     write.group.pool.keep_until(gathering.work, write.slot)
                     # The thread may be about to write, and cannot be stopped.
-                    write.begun = write.begun or not gathering.work.done()
+                    write.begun = not gathering.work.done() or write.begun
             self.discard(publication)
             raise
 

@@ -155,6 +155,31 @@ async def test_a_rank_that_calls_connect_again_while_rank_0_publishes() -> None:
         assert all(torch.all(weights == 3) for weights in worker.model.parameters())
 
 
+async def test_sends_after_a_connect_that_failed_on_rank_0_alone() -> None:
+    """They are sends on every rank, or the ranks' later calls would not match."""
+    ((error, leading), (none, other)), workers = await trainer(trainers.connected_in_part)
+    assert (error, none) == ("SyncTimeoutError", "")
+    assert leading == other == 3
+    for worker in workers:
+        assert all(torch.all(weights == 3) for weights in worker.model.parameters())
+
+
+async def test_calls_match_in_the_order_in_which_they_begin() -> None:
+    """Not in that in which a rank has its weights ready."""
+    versions, workers = await trainer(trainers.slow_sources)
+    assert versions == [2, 2]
+    for worker in workers:
+        assert all(torch.all(weights == 3) for weights in worker.model.parameters())
+
+
+async def test_a_worker_that_does_not_answer_fails_the_call_of_each_rank() -> None:
+    ((leading, *versions), (other, *others)), _ = await trainer(trainers.unanswered)
+    assert leading[0] == "SyncTimeoutError"
+    assert other[0] == "GatherError"
+    assert leading[1] in other[1]
+    assert versions == others == [1, 2]
+
+
 async def test_overlapping_connects_that_end_in_another_order_on_each_rank() -> None:
     ((leading, _), (other, _)), workers = await trainer(trainers.overlapping)
     assert leading == ["GatherError", "SyncTimeoutError"]
@@ -177,8 +202,14 @@ async def test_a_scheme_that_was_not_told() -> None:
 
 async def test_rank_0_closes_while_it_waits() -> None:
     (leading, other), _ = await trainer(trainers.closed)
-    assert leading[0] == "NotConnectedError"
+    assert [kind for kind, _ in leading] == ["NotConnectedError"] * 2
     assert other[0] == "GatherError"
+
+
+async def test_another_rank_closes_while_it_waits() -> None:
+    (leading, other), _ = await trainer(trainers.closed_contributor)
+    assert leading[0] == "GatherError"
+    assert other[0] == "NotConnectedError"
 
 
 async def test_what_a_ranks_own_code_raises() -> None:

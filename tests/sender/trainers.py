@@ -22,8 +22,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 
-from aiosync import DistributedWeightSyncScheme, InvalidArgumentError, NotConnectedError, atomic
+from aiosync import (
+    DistributedWeightSyncScheme,
+    InvalidArgumentError,
+    NotConnectedError,
+    SyncTimeoutError,
+    atomic,
+)
 from aiosync.sender import endpoint
+from aiosync.sender.endpoint import WeightSender
+from aiosync.sender.extraction import WeightSource
 from aiosync.sender.publish_together import publish_together
 from tests.kit.clock import BRIEF, PATIENCE
 
@@ -33,6 +41,8 @@ __all__ = [
     "Net",
     "abandoned",
     "closed",
+    "closed_contributor",
+    "connected_in_part",
     "evaluated",
     "failing",
     "main",
@@ -43,9 +53,11 @@ __all__ = [
     "refused",
     "reordered",
     "retried",
+    "slow_sources",
     "spread",
     "together",
     "train",
+    "unanswered",
 ]
 
 MIB = 1 << 20
@@ -276,6 +288,58 @@ async def retried(scheme: DistributedWeightSyncScheme, model: Any, rank: int) ->
     return await _send_counted(scheme, model)
 
 
+async def connected_in_part(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """Rank 0 publishes version 0, and then its connect() fails. The program sends all the same."""
+    late = SyncTimeoutError("connect", seconds=1.0)
+    with mock.patch.object(WeightSender, "_wait_for_start", side_effect=late):
+        error = await _error_of(scheme.connect())
+    return error[0], await _send_counted(scheme, model)
+
+
+async def slow_sources(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """On rank 1 a call is cancelled before it has its weights, and another has them after the next one."""
+    await scheme.connect()
+    extract = WeightSource.extract
+    come = asyncio.Event()
+
+    async def slow(self: WeightSource, weights: Any, *args: Any) -> Any:
+        if rank == 1 and weights is not None:
+            await come.wait()
+        return await extract(self, weights, *args)
+
+    with mock.patch.object(WeightSource, "extract", slow):
+        cancelled = asyncio.create_task(_error_of(scheme.send(_filled(model, 7.0))))
+        await asyncio.sleep(0)
+        if rank == 1:
+            cancelled.cancel()
+        first = asyncio.create_task(scheme.send(_filled(model, 2.0)))
+        await asyncio.sleep(0)
+        with torch.no_grad():
+            for weights in model.parameters():
+                weights.fill_(3.0)
+        second = asyncio.create_task(scheme.send())
+        await asyncio.sleep(BRIEF)
+        come.set()
+        await asyncio.gather(first, second)
+        await asyncio.wait([cancelled])
+    return scheme.version
+
+
+def _filled(model: Any, value: float) -> dict[str, Tensor]:
+    return {name: torch.full_like(tensor.detach(), value) for name, tensor in model.state_dict().items()}
+
+
+async def unanswered(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """A version is published, and a worker does not apply it in time."""
+    await scheme.connect()
+    late = SyncTimeoutError("ack", seconds=1.0, workers=[0])
+    with mock.patch.object(WeightSender, "finish", side_effect=late):
+        errors = await _error_of(scheme.send())
+    version = scheme.version
+    assert (await scheme.send()).ok
+    return errors, version, scheme.version
+
+
 async def overlapping(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
     """Two connect() at once. On rank 0 the second ends before the first, on rank 1 the first fails."""
     if rank == 0:
@@ -332,16 +396,33 @@ async def closed(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> 
     if rank == 1:
         await asyncio.sleep(3 * BRIEF)
         return await _error_of(scheme.send())
-    sending = asyncio.create_task(_error_of(scheme.send()))
+    sending = [asyncio.create_task(_error_of(scheme.send())) for _ in range(2)]
     await asyncio.sleep(BRIEF)
     begun = time.monotonic()
     await scheme.aclose()
     assert time.monotonic() - begun < PATIENCE / 2
-    return await sending
+    return await asyncio.gather(*sending)
+
+
+async def closed_contributor(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """Rank 1 closes a scheme while its connect() waits for rank 0."""
+    await scheme.connect()
+    other = DistributedWeightSyncScheme(timeout=PATIENCE)
+    other.init_on_sender(model_id="other", model=model, num_workers=1)
+    if rank == 0:
+        await _heard("closed")
+    connecting = asyncio.create_task(_error_of(other.connect()))
+    if rank == 1:
+        await asyncio.sleep(BRIEF)
+        await other.aclose()
+        _say("closed")
+    errors = await connecting
+    await other.aclose()
+    return errors
 
 
 async def failing(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
-    """What a rank's own code raises, and a cancellation before it begins, count as a call too."""
+    """A call that fails by what a rank's own code raises is a call too."""
     await scheme.connect()
     extract = scheme.strategy
 

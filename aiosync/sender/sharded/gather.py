@@ -1,8 +1,9 @@
 """``connect`` and ``send`` of a sharded trainer: rank 0 sends, the other ranks contribute their shards.
 
 Every rank calls ``connect`` and ``send`` at the same places of its program;
-:mod:`aiosync.sender.sharded.ranks` matches the calls. A call that reaches its deadline, or is cancelled,
-returns at once; its thread still notifies the other ranks, and rank 0's slot stays reserved until then.
+:mod:`aiosync.sender.sharded.ranks` matches the calls, in the order in which they begin on each rank. A call
+that reaches its deadline, or is cancelled, returns at once; its thread still notifies the other ranks, and
+rank 0's slot stays reserved until then.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync._endpoint import Endpoint, WorkerIds
-from aiosync.errors import GatherError, NotConnectedError
+from aiosync._endpoint import Endpoint, OpenCalls, WorkerIds
+from aiosync.errors import GatherError
 from aiosync.reports import SendReport
 from aiosync.sender.extraction import WeightSource, is_per_worker
 from aiosync.sender.sharded.ranks import ShardOffer, ShardRequest, Shards
@@ -34,35 +35,25 @@ class ShardGather:
     call: str  # the method that the other ranks must have called: "connect" or "send"
     deadline: Deadline
     work: Future[None] | None = field(default=None, init=False)  # runs in the thread, once submitted
-    concluded: bool = field(default=False, init=False)  # a version was published
+    version: int = field(default=-1, init=False)  # the newest one, when the call ends
     _given_up: str = field(default="", init=False)
 
-    async def gather(
-        self, wanted: Sequence[ShardRequest], begin: Callable[[], object], stopped: asyncio.Future[None]
-    ) -> None:
+    async def gather(self, wanted: Sequence[ShardRequest], begin: Callable[[], object]) -> None:
         """Gather the entries. Without entries, the other ranks still have to make the call.
 
-        ``begin`` is called in another thread before the first byte is written. ``stopped`` is done when the
-        sender is being closed.
+        ``begin`` is called in another thread before the first byte is written.
 
         Raises:
             GatherError: a rank has failed, has given up or is gone.
             SyncTimeoutError: not all ranks made the call in time.
-            NotConnectedError: the sender was closed.
         """
         self.work = self.shards.submit(self.shards.gather, self.call, wanted, lambda: self._given_up, begin)
-        await _until_done(self.work, self.deadline, stopped)
+        await _until_done(self.work, self.deadline)
 
-    def published(self, version: int) -> None:
-        """Notify the other ranks of the version. Does not wait for them."""
-        self.concluded = True
-        self.shards.submit(self.shards.conclude, self.call, self.work, version, "")
-
-    def cancel(self, error: BaseException) -> None:
-        """Notify the other ranks that nothing was published. Does not wait for them."""
-        reason = str(error) or type(error).__name__
-        self._given_up = f"rank 0 has given up: {reason}"
-        self.shards.submit(self.shards.conclude, self.call, self.work, -1, reason)
+    def conclude(self, failure: str) -> None:
+        """Notify the other ranks that the call has ended, and why it has failed, or "". Does not wait."""
+        self._given_up = failure and f"rank 0 has given up: {failure}"
+        self.shards.submit(self.shards.conclude, self.call, self.work, self.version, failure)
 
 
 @dataclass(eq=False, repr=False)
@@ -71,6 +62,11 @@ class GatherLeader:
 
     shards: Shards
     _last: asyncio.Future[None] | None = field(default=None, init=False)  # done when the last call has ended
+    _calls: OpenCalls = field(default_factory=OpenCalls, init=False)
+
+    async def stop(self) -> None:
+        """End the calls: they raise NotConnectedError."""
+        await self._calls.stop()
 
     def close(self) -> None:
         """Disconnect from the other ranks."""
@@ -82,21 +78,23 @@ class GatherLeader:
 
         Raises:
             SyncTimeoutError: an earlier call had not ended in time.
+            NotConnectedError: :meth:`stop` was called.
         """
-        gather = ShardGather(self.shards, call, deadline)
+        gather, failure = ShardGather(self.shards, call, deadline), ""
         before, over = self._last, asyncio.get_running_loop().create_future()
         self._last = over
         try:
-            if before is not None:
-                await asyncio.wait([before], timeout=deadline.remaining())
-                if not before.done():
-                    raise deadline.error("stage", hint="an earlier call had not ended")
-            yield gather
+            async with self._calls.call():
+                if before is not None and not before.done():
+                    await asyncio.wait([before], timeout=deadline.remaining())
+                    if not before.done():
+                        raise deadline.error("stage", hint="an earlier call had not ended")
+                yield gather
         except BaseException as exc:
-            if not gather.concluded:
-                _in_turn(before, partial(gather.cancel, exc))
+            failure = str(exc) or type(exc).__name__
             raise
         finally:
+            _in_turn(before, partial(gather.conclude, failure))
             _in_turn(before, partial(_follow, over, gather.work))
 
 
@@ -129,6 +127,7 @@ class ShardContributor(Endpoint):
 
     shards: Shards
     source: WeightSource  # finds this rank's shards
+    _calls: OpenCalls = field(default_factory=OpenCalls, init=False)
 
     @property
     def version(self) -> int:
@@ -137,6 +136,7 @@ class ShardContributor(Endpoint):
 
     async def connect(self, weights: Any, deadline: Deadline) -> None:
         """Contribute to version 0. Raises as :meth:`_contribute`."""
+        self.is_matched = True
         if self.version < 0:
             await self._contribute("connect", self.source.extract(weights, set(), deadline), deadline)
 
@@ -152,6 +152,7 @@ class ShardContributor(Endpoint):
         return SendReport(self.version, 0, {}, {}, ())
 
     async def aclose(self) -> None:
+        await self._calls.stop()
         self.shards.close()
 
     async def _contribute(
@@ -162,20 +163,16 @@ class ShardContributor(Endpoint):
         Raises:
             GatherError: nothing was sent; the message has the reason.
             SyncTimeoutError: the other ranks did not make the call in time.
+            NotConnectedError: the scheme was closed.
             Exception: what ``sources`` raises.
         """
-        offer, failure = ShardOffer(call, {}), None
-        try:
-            offer.sources = await sources
-        except Exception as exc:  # noqa: BLE001 - raised after the other ranks were notified
-            failure, offer.failed = exc, str(exc) or repr(exc)
-        except BaseException:
-            offer.failed = f"its {call}() was cancelled"
-            self.shards.submit(self.shards.contribute, offer)
-            raise
+        offer, failure = ShardOffer(call), None
+        # Before anything is awaited: the calls of all ranks match in the order in which they begin.
         work = self.shards.submit(self.shards.contribute, offer)
         try:
-            await _until_done(work, deadline)
+            async with self._calls.call():
+                failure = await _fill(offer, sources)
+                await _until_done(work, deadline)
         except GatherError:
             if failure is not None:
                 raise failure from None
@@ -186,15 +183,27 @@ class ShardContributor(Endpoint):
         return SendReport(work.result(), 0, {}, {}, ())
 
 
-async def _until_done(
-    work: Future[Any], deadline: Deadline, stopped: asyncio.Future[None] | None = None
-) -> None:
+async def _fill(
+    offer: ShardOffer, sources: Awaitable[Mapping[int, Mapping[str, Tensor]]]
+) -> Exception | None:
+    """Fill in the offer. Return what ``sources`` raises: the other ranks are notified first."""
+    try:
+        offer.sources = await sources
+    except Exception as exc:  # noqa: BLE001 - raised by the caller
+        offer.failed = str(exc) or repr(exc)
+        return exc
+    except BaseException:
+        offer.failed = f"its {offer.call}() was cancelled"
+        raise
+    finally:
+        offer.ready.set()
+    return None
+
+
+async def _until_done(work: Future[Any], deadline: Deadline) -> None:
     done: asyncio.Future[Any] = asyncio.wrap_future(work)
     done.add_done_callback(lambda future: future.cancelled() or future.exception())  # no warning
-    awaited = [done] if stopped is None else [done, stopped]
-    await asyncio.wait(awaited, timeout=deadline.remaining(), return_when=asyncio.FIRST_COMPLETED)
-    if stopped is not None and stopped.done() and not done.done():
-        raise NotConnectedError("the sender was closed before all ranks of the trainer had made the call")
+    await asyncio.wait([done], timeout=deadline.remaining())
     if not done.done():
         raise deadline.error("stage", hint="not every rank of the trainer made the call")
     done.result()

@@ -8,7 +8,7 @@ Rank 0 leads. Every ``connect`` and ``send`` is one *call* on each rank. Calls m
 4. rank 0: continue, or cancelled;
 5. other ranks: the parts, entry by entry;
 6. other ranks: whether they gave up meanwhile (the caller may then have changed the weights);
-7. rank 0: the version that it has published, or why it has not;
+7. rank 0, once the workers have answered: its newest version, and why its call has failed, if it has;
 8. other ranks: an acknowledgement (after any message that ends a call).
 
 All of this blocks, in one thread per rank, which skips no call, except a ``connect`` after one that has
@@ -20,10 +20,11 @@ memory at a time.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -45,8 +46,8 @@ T = TypeVar("T")
 _NO_LIMIT = timedelta(days=1)
 _BUCKET = 64 << 20
 
-_created: dict[tuple[int, ...], int] = {}
-"""Ranks of a mesh -> the number of its last Shards object."""
+_created: dict[str, int] = {}
+"""Ranks of a mesh and id of a model -> the number of its last Shards object."""
 
 
 @dataclass(frozen=True)
@@ -64,30 +65,43 @@ class ShardOffer:
     """A call on a rank other than 0. Another thread may set ``given_up`` at any time."""
 
     call: str  # "connect" or "send"
-    sources: Mapping[int, Mapping[str, Any]]  # number of the group -> name -> tensor
-    failed: str = ""  # why the call has failed before it began
+    # Number of the group -> name -> tensor.
+    sources: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    failed: str = ""  # why there are no sources
+    ready: threading.Event = field(default_factory=threading.Event)  # set once one of these is known
     given_up: str = ""  # why the caller no longer waits
 
 
+def _ranks_of(mesh: Any) -> list[int]:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def leads_ranks(mesh: Any) -> bool:
+    """Return whether this process is the first rank of the mesh, which sends."""
+    return _ranks_of(mesh)[0] == dist.get_rank()
+
+
 class Shards:
-    """One scheme's connection between the ranks of a mesh. Every rank creates these in the same order.
+    """One scheme's connection between the ranks of a mesh.
+
+    Every rank creates those for one model id in the same order.
 
     The methods that exchange messages block: :meth:`submit` runs them in a thread.
     """
 
-    def __init__(self, mesh: Any) -> None:
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        number = _created[ranks] = _created.get(ranks, -1) + 1
-        name = hashlib.sha256(repr((ranks, number)).encode()).hexdigest()[:16]
-        self._key = f"aiosync/shards/{name}"
+    def __init__(self, mesh: Any, model_id: str | None) -> None:
+        ranks = _ranks_of(mesh)
+        own = repr((ranks, model_id))
+        number = _created[own] = _created.get(own, -1) + 1
+        self._key = f"aiosync/shards/{hashlib.sha256(own.encode()).hexdigest()[:16]}/{number}"
         self._rank = ranks.index(dist.get_rank())
         self._others = range(1, len(ranks))
         self._group: Any = None
         self._broken = ""  # why no call can succeed any more
-        # The last version that was published, on every rank that knows of it; -1 before the first.
+        # Rank 0's newest version when the last call ended; -1 before the first.
         self.version = -1
         self._thread = DetachedThread("aiosync-shards")
-        self.leads = self._rank == 0
 
     def submit(self, work: Callable[..., T], *args: object) -> Future[T]:
         """Run ``work(*args)`` in the thread, after earlier work. Any failure becomes a GatherError."""
@@ -152,15 +166,15 @@ class Shards:
             self._stop(reason)
 
     def conclude(self, call: str, gathered: Future[None] | None, version: int, reason: str) -> None:
-        """End a call on the other ranks. ``reason``: why no version was published, or ""."""
+        """End a call on the other ranks. ``reason``: why it has failed, or ""."""
         if self._is_over(call):
             return
         if gathered is None:
             self._receive_calls(call)  # gather() was not run
         elif gathered.exception() is not None:
             return  # gather() has ended the call
-        self._end({"stop": reason} if reason else {"version": version})
-        self.version = max(self.version, version)
+        self._end({"stop": reason, "version": version})
+        self.version = version
 
     def _is_over(self, call: str) -> bool:
         """Return whether this call has nothing to do: it is a connect(), and an earlier one has succeeded.
@@ -216,9 +230,10 @@ class Shards:
     # -- the other ranks; in the thread --------------------------------------------------------------
 
     def contribute(self, offer: ShardOffer) -> int:
-        """Contribute to a call; return the version that was published. Raises GatherError if none was."""
+        """Contribute to a call; return the version that was published. Raises GatherError if it fails."""
         if self._is_over(offer.call):
             return self.version
+        offer.ready.wait()
         self._send(0, {"call": offer.call, "failed": offer.failed})
         wanted = self._receive_from_leader()["wanted"]
         blocks: list[Block | None] = []
@@ -237,17 +252,18 @@ class Shards:
                 for piece in to_bytes(local_part(tensor).cpu()).split(_BUCKET):
                     self._group.send([piece], 0, 1).wait()
         self._send(0, {"failed": offer.given_up})
-        self.version = int(self._receive_from_leader()["version"])
+        self._receive_from_leader()
         return self.version
 
     def _receive_from_leader(self) -> dict[str, Any]:
-        """Receive a message, and acknowledge it if it ends the call. Raises GatherError if rank 0 stops."""
+        """Receive a message, and acknowledge it if it ends the call. Raises GatherError if the call fails."""
         message = self._receive(0)
-        if "stop" in message or "version" in message:
+        if "stop" in message:
             with suppress(RuntimeError):  # rank 0 may close before torch completes the send
                 self._send(0, {})
-        if "stop" in message:
-            raise GatherError(f"the trainer's rank 0 did not send: {message['stop']}")
+            self.version = message.get("version", self.version)
+            if message["stop"]:
+                raise GatherError(f"{message['stop']} (on rank 0 of the trainer)")
         return message
 
     # -- messages and bytes --------------------------------------------------------------------------
