@@ -209,7 +209,7 @@ class SchemeRecipe(SchemeState, ABC):
         leads = mesh is None or leads_ranks(mesh)
         if leads:
             self._listener = self._make_listener(plan.workers, ctx)
-        if mesh is not None:  # nothing fails after this: all ranks count their Shards
+        if mesh is not None:
             shards = Shards(mesh, model_id)
             if leads:
                 self._leader = GatherLeader(shards)

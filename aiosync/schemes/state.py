@@ -276,10 +276,10 @@ class SchemeState:
 
     @property
     def _has_endpoint(self) -> bool:
-        """Whether this process has an endpoint, which has the scheme's options already. Of a rank that only
-        contributes to version 0 they do not matter."""
-        contributes = isinstance(self._endpoint, ShardContributor) and self._endpoint.version < 0
-        return self._pid == os.getpid() and type(self._endpoint) is not Endpoint and not contributes
+        """Whether this process has an endpoint, which has the scheme's options already. A rank that only
+        contributes has one from init_on_sender() on; before connect() they do not matter."""
+        idle = isinstance(self._endpoint, ShardContributor) and not self._endpoint.is_matched
+        return self._pid == os.getpid() and type(self._endpoint) is not Endpoint and not idle
 
     @property
     def workers(self) -> dict[int, WorkerState]:

@@ -73,7 +73,6 @@ class WeightSender(SendingEndpoint):
         self.source = source
         self.plan = plan = source.plan
         self._leader = leader
-        self.is_matched = leader is not None
         self.model_id = model_id
         self.registry = WorkerRegistry(
             set(plan.workers), model_id, listener, token, plan.elastic, transfer.outbound, events
@@ -155,6 +154,7 @@ class WeightSender(SendingEndpoint):
             NotConnectedError: this sender was closed meanwhile.
         """
         self.home.enter()
+        self.is_matched = self._leader is not None
         if self._live:
             if before is not None:
                 await before({}, deadline)  # workers that have stopped trying are asked to connect again
@@ -259,14 +259,14 @@ class WeightSender(SendingEndpoint):
     async def send_until(
         self, weights: Any, worker_ids: WorkerIds, *, wait: bool, strict: bool, deadline: Deadline
     ) -> SendReport:
-        if self._leader is None:
+        if self._leader is None or not self.is_matched:
             return await self._send(weights, worker_ids, wait, strict, deadline, None)
         async with self._leader.calling("send", deadline) as gathering:
             try:
                 self._check_live()
                 return await self._send(weights, worker_ids, wait, strict, deadline, gathering)
             finally:
-                gathering.version = self.version
+                gathering.version = self.version if self._live else None
 
     async def _send(
         self,

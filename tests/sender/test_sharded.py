@@ -180,6 +180,18 @@ async def test_a_worker_that_does_not_answer_fails_the_call_of_each_rank() -> No
     assert versions == others == [1, 2]
 
 
+async def test_a_send_that_ends_before_its_turn_changes_no_version() -> None:
+    (leading, other), _ = await trainer(trainers.ended_before_its_turn)
+    assert leading == ("SyncTimeoutError", 1, 2)
+    assert other == ("GatherError", 1, 2)
+
+
+async def test_a_rank_waits_for_rank_0_as_long_again_once_it_has_the_shards() -> None:
+    """Rank 0's workers may answer at the last moment, and the ranks do not begin at the same one."""
+    errors, _ = await trainer(trainers.answered_late)
+    assert errors == [("", ""), ("", "")]
+
+
 async def test_overlapping_connects_that_end_in_another_order_on_each_rank() -> None:
     ((leading, _), (other, _)), workers = await trainer(trainers.overlapping)
     assert leading == ["GatherError", "SyncTimeoutError"]

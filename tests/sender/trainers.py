@@ -40,9 +40,11 @@ __all__ = [
     "LAYERS",
     "Net",
     "abandoned",
+    "answered_late",
     "closed",
     "closed_contributor",
     "connected_in_part",
+    "ended_before_its_turn",
     "evaluated",
     "failing",
     "main",
@@ -290,8 +292,13 @@ async def retried(scheme: DistributedWeightSyncScheme, model: Any, rank: int) ->
 
 async def connected_in_part(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
     """Rank 0 publishes version 0, and then its connect() fails. The program sends all the same."""
-    late = SyncTimeoutError("connect", seconds=1.0)
-    with mock.patch.object(WeightSender, "_wait_for_start", side_effect=late):
+    wait_for_start = WeightSender._wait_for_start
+
+    async def late(self: WeightSender, *args: Any) -> None:
+        await wait_for_start(self, *args)
+        raise SyncTimeoutError("connect", seconds=1.0)
+
+    with mock.patch.object(WeightSender, "_wait_for_start", late):
         error = await _error_of(scheme.connect())
     return error[0], await _send_counted(scheme, model)
 
@@ -327,6 +334,41 @@ async def slow_sources(scheme: DistributedWeightSyncScheme, model: Any, rank: in
 
 def _filled(model: Any, value: float) -> dict[str, Tensor]:
     return {name: torch.full_like(tensor.detach(), value) for name, tensor in model.state_dict().items()}
+
+
+async def ended_before_its_turn(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """On rank 0 the second of two sends ends while the first one waits for the workers."""
+    await scheme.connect()
+    finish = WeightSender.finish
+
+    async def slow(self: WeightSender, *args: Any, **options: Any) -> Any:
+        await _heard("ended")
+        return await finish(self, *args, **options)
+
+    with mock.patch.object(WeightSender, "finish", slow):
+        first = asyncio.create_task(scheme.send())
+        second = asyncio.create_task(_error_of(scheme.send(timeout=BRIEF if rank == 0 else None)))
+        if rank == 0:
+            await second
+            _say("ended")
+        assert (await first).version == 1
+    kind, _ = await second
+    return kind, scheme.version, (await scheme.send()).version
+
+
+async def answered_late(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """Rank 0's send ends, well, after the deadline of the other rank."""
+    await scheme.connect()
+    if rank == 1:
+        return await _error_of(scheme.send(timeout=3 * BRIEF))
+    finish = WeightSender.finish
+
+    async def slow(self: WeightSender, *args: Any, **options: Any) -> Any:
+        await asyncio.sleep(4 * BRIEF)
+        return await finish(self, *args, **options)
+
+    with mock.patch.object(WeightSender, "finish", slow):
+        return await _error_of(scheme.send())
 
 
 async def unanswered(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
@@ -417,6 +459,9 @@ async def closed_contributor(scheme: DistributedWeightSyncScheme, model: Any, ra
         await other.aclose()
         _say("closed")
     errors = await connecting
+    if rank == 0:
+        _say("answered")
+    await _heard("answered")  # this rank's thread would end with its process
     await other.aclose()
     return errors
 

@@ -19,12 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync._endpoint import Endpoint, OpenCalls, WorkerIds
-from aiosync.errors import GatherError
+from aiosync._endpoint import Endpoint, HomeLoop, OpenCalls, WorkerIds
+from aiosync.errors import GatherError, SyncTimeoutError
 from aiosync.reports import SendReport
 from aiosync.sender.extraction import WeightSource, is_per_worker
 from aiosync.sender.sharded.ranks import ShardOffer, ShardRequest, Shards
-from aiosync.transports._offload import call_when_done
+from aiosync.transports._offload import call_when_done, uninterrupted
 
 
 @dataclass(eq=False, repr=False)
@@ -35,7 +35,8 @@ class ShardGather:
     call: str  # the method that the other ranks must have called: "connect" or "send"
     deadline: Deadline
     work: Future[None] | None = field(default=None, init=False)  # runs in the thread, once submitted
-    version: int = field(default=-1, init=False)  # the newest one, when the call ends
+    # The newest version when the call ends; None: the call has not changed it.
+    version: int | None = field(default=None, init=False)
     _given_up: str = field(default="", init=False)
 
     async def gather(self, wanted: Sequence[ShardRequest], begin: Callable[[], object]) -> None:
@@ -80,6 +81,7 @@ class GatherLeader:
             SyncTimeoutError: an earlier call had not ended in time.
             NotConnectedError: :meth:`stop` was called.
         """
+        self.shards.enter()
         gather, failure = ShardGather(self.shards, call, deadline), ""
         before, over = self._last, asyncio.get_running_loop().create_future()
         self._last = over
@@ -127,6 +129,7 @@ class ShardContributor(Endpoint):
 
     shards: Shards
     source: WeightSource  # finds this rank's shards
+    home: HomeLoop = field(default_factory=lambda: HomeLoop("this sender"), init=False)
     _calls: OpenCalls = field(default_factory=OpenCalls, init=False)
 
     @property
@@ -136,6 +139,7 @@ class ShardContributor(Endpoint):
 
     async def connect(self, weights: Any, deadline: Deadline) -> None:
         """Contribute to version 0. Raises as :meth:`_contribute`."""
+        self.home.enter()
         self.is_matched = True
         if self.version < 0:
             await self._contribute("connect", self.source.extract(weights, set(), deadline), deadline)
@@ -151,9 +155,15 @@ class ShardContributor(Endpoint):
         """Return the report of the last version."""
         return SendReport(self.version, 0, {}, {}, ())
 
+    def check_alive(self) -> None:
+        self.home.check_alive()
+
     async def aclose(self) -> None:
-        await self._calls.stop()
-        self.shards.close()
+        try:
+            if not self.home.closed:
+                await uninterrupted(lambda _: self._calls.stop())
+        finally:
+            self.shards.close()
 
     async def _contribute(
         self, call: str, sources: Awaitable[Mapping[int, Mapping[str, Tensor]]], deadline: Deadline
@@ -162,23 +172,32 @@ class ShardContributor(Endpoint):
 
         Raises:
             GatherError: nothing was sent; the message has the reason.
-            SyncTimeoutError: the other ranks did not make the call in time.
+            SyncTimeoutError: the other ranks did not make the call in time. Once rank 0 has the shards, it
+                has as long again: its workers may answer as late as its own deadline.
             NotConnectedError: the scheme was closed.
+            WrongEventLoopError: it was connected on another event loop.
             Exception: what ``sources`` raises.
         """
+        self.home.check()
+        self.shards.enter()
         offer, failure = ShardOffer(call), None
         # Before anything is awaited: the calls of all ranks match in the order in which they begin.
         work = self.shards.submit(self.shards.contribute, offer)
         try:
             async with self._calls.call():
                 failure = await _fill(offer, sources)
-                await _until_done(work, deadline)
+                try:
+                    await _until_done(work, deadline)
+                except SyncTimeoutError:
+                    if offer.give_up():
+                        raise
+                    await _until_done(work, Deadline.after(deadline.seconds), hint="rank 0 has not ended it")
         except GatherError:
             if failure is not None:
                 raise failure from None
             raise
         except BaseException:
-            offer.given_up = f"a rank has given up its {call}()"
+            offer.give_up()
             raise
         return SendReport(work.result(), 0, {}, {}, ())
 
@@ -200,10 +219,12 @@ async def _fill(
     return None
 
 
-async def _until_done(work: Future[Any], deadline: Deadline) -> None:
+async def _until_done(
+    work: Future[Any], deadline: Deadline, *, hint: str = "not every rank of the trainer made the call"
+) -> None:
     done: asyncio.Future[Any] = asyncio.wrap_future(work)
     done.add_done_callback(lambda future: future.cancelled() or future.exception())  # no warning
     await asyncio.wait([done], timeout=deadline.remaining())
     if not done.done():
-        raise deadline.error("stage", hint="not every rank of the trainer made the call")
+        raise deadline.error("stage", hint=hint)
     done.result()

@@ -46,8 +46,8 @@ T = TypeVar("T")
 _NO_LIMIT = timedelta(days=1)
 _BUCKET = 64 << 20
 
-_created: dict[str, int] = {}
-"""Ranks of a mesh and id of a model -> the number of its last Shards object."""
+_numbers: dict[str, int] = {}
+"""Ranks of a mesh and id of a model -> the number of the last Shards object that was used."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ShardRequest:
 
 @dataclass
 class ShardOffer:
-    """A call on a rank other than 0. Another thread may set ``given_up`` at any time."""
+    """A call on a rank other than 0. Its caller and the thread use it at the same time."""
 
     call: str  # "connect" or "send"
     # Number of the group -> name -> tensor.
@@ -70,6 +70,21 @@ class ShardOffer:
     failed: str = ""  # why there are no sources
     ready: threading.Event = field(default_factory=threading.Event)  # set once one of these is known
     given_up: str = ""  # why the caller no longer waits
+    _handed_over: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def give_up(self) -> bool:
+        """The caller no longer waits. Return whether rank 0 is notified: not if it has all parts already."""
+        with self._lock:
+            if not self._handed_over:
+                self.given_up = f"a rank has given up its {self.call}()"
+            return not self._handed_over
+
+    def hand_over(self) -> str:
+        """Rank 0 has all parts. Return why the call was given up before, or ""."""
+        with self._lock:
+            self._handed_over = True
+            return self.given_up
 
 
 def _ranks_of(mesh: Any) -> list[int]:
@@ -85,16 +100,15 @@ def leads_ranks(mesh: Any) -> bool:
 class Shards:
     """One scheme's connection between the ranks of a mesh.
 
-    Every rank creates those for one model id in the same order.
+    The schemes of one model id make their first calls in the same order on every rank.
 
     The methods that exchange messages block: :meth:`submit` runs them in a thread.
     """
 
     def __init__(self, mesh: Any, model_id: str | None) -> None:
         ranks = _ranks_of(mesh)
-        own = repr((ranks, model_id))
-        number = _created[own] = _created.get(own, -1) + 1
-        self._key = f"aiosync/shards/{hashlib.sha256(own.encode()).hexdigest()[:16]}/{number}"
+        self._name = repr((ranks, model_id))
+        self._key = ""  # where the ranks meet in the store
         self._rank = ranks.index(dist.get_rank())
         self._others = range(1, len(ranks))
         self._group: Any = None
@@ -102,6 +116,12 @@ class Shards:
         # Rank 0's newest version when the last call ended; -1 before the first.
         self.version = -1
         self._thread = DetachedThread("aiosync-shards")
+
+    def enter(self) -> None:
+        """Begin a call. The first one numbers this connection, as it does on the other ranks."""
+        if not self._key:
+            number = _numbers[self._name] = _numbers.get(self._name, -1) + 1
+            self._key = f"aiosync/shards/{hashlib.sha256(self._name.encode()).hexdigest()[:16]}/{number}"
 
     def submit(self, work: Callable[..., T], *args: object) -> Future[T]:
         """Run ``work(*args)`` in the thread, after earlier work. Any failure becomes a GatherError."""
@@ -165,16 +185,24 @@ class Shards:
         if reason:
             self._stop(reason)
 
-    def conclude(self, call: str, gathered: Future[None] | None, version: int, reason: str) -> None:
-        """End a call on the other ranks. ``reason``: why it has failed, or ""."""
+    def conclude(self, call: str, gathered: Future[None] | None, version: int | None, reason: str) -> None:
+        """End a call on the other ranks.
+
+        Args:
+            call: "connect" or "send".
+            gathered: what :meth:`gather` has returned or raised; None: it was not called.
+            version: rank 0's newest version; None: the call has not changed it.
+            reason: why the call has failed, or "".
+        """
         if self._is_over(call):
             return
         if gathered is None:
             self._receive_calls(call)  # gather() was not run
         elif gathered.exception() is not None:
             return  # gather() has ended the call
-        self._end({"stop": reason, "version": version})
-        self.version = version
+        if version is not None:
+            self.version = version
+        self._end({"stop": reason, "version": self.version})
 
     def _is_over(self, call: str) -> bool:
         """Return whether this call has nothing to do: it is a connect(), and an earlier one has succeeded.
@@ -251,7 +279,7 @@ class Shards:
             if block is not None:
                 for piece in to_bytes(local_part(tensor).cpu()).split(_BUCKET):
                     self._group.send([piece], 0, 1).wait()
-        self._send(0, {"failed": offer.given_up})
+        self._send(0, {"failed": offer.hand_over()})
         self._receive_from_leader()
         return self.version
 
