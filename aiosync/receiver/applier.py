@@ -18,7 +18,7 @@ from aiosync.receiver.commit_gate import CommitGate, submit
 from aiosync.receiver.commit_job import LOCK
 from aiosync.receiver.commit_wait import CommitWait, Job
 from aiosync.receiver.forward_guard import ForwardGuard
-from aiosync.receiver.joint_commit import join
+from aiosync.receiver.joint_commit import check_joint, join
 from aiosync.receiver.listeners import Notifier, UpdateListener, cascade, in_format
 from aiosync.receiver.staging import StagingBuffers, leave, own_copies
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
@@ -226,6 +226,7 @@ class WeightApplier(Applier):
             if self.binding.ties:
                 self.binding.check(staged.views)
             if self._notifier.cascades:
+                check_joint(update.joint, self.worker)  # the workers below would keep this part alone
                 weights = in_format(self.strategy, staged.views)
                 threads = None if self._patience is None else self._offloader
                 await cascade(self._notifier.listener, self._model_id or "policy", weights, threads)

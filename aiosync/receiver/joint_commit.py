@@ -69,14 +69,19 @@ def join(
     """
     part = JointPart((joint.id, worker), gate, committing)
     with LOCK:
-        if part.key in _given_up:
-            raise JointUpdateError("this joint update was cancelled before it could be committed")
+        check_joint(joint, worker)
         found = _joints.setdefault(part.key, _Joint(joint.size))
         found.parts.append(part)
         if len(found.parts) == found.size:
             gates = list(dict.fromkeys(p.gate for p in found.parts))
             found.job = submit(gates, lambda: _commit(found.parts), lambda done: _concluded(part.key, done))
     return part
+
+
+def check_joint(joint: Joint | None, worker: int) -> None:
+    """Raise JointUpdateError if the joint update, if there is one, was given up."""
+    if joint is not None and (joint.id, worker) in _given_up:
+        raise JointUpdateError("this joint update was cancelled before it could be committed")
 
 
 def leave(part: JointPart) -> None:

@@ -281,10 +281,10 @@ class RelayForwarder(Applier):
         # What has changed since an older version includes all that has changed since this relay's.
         if update.names is not None and 0 <= update.base <= self.version:
             write.names = tuple(update.names)
-        joint = update.joint
-        parts = None if joint is None else JointParts(joint, lambda w: self.registry.abort(joint, w))
+        workers, joint = frozenset(self.registry.workers), update.joint
+        parts = None if joint is None else JointParts(joint, workers, lambda w: self.registry.abort(joint, w))
         deadline = Deadline.after(self._options.seconds(None))
-        self._publication = Publication(publisher, set(self.registry.workers), parts, deadline, [write])
+        self._publication = Publication(publisher, set(workers), parts, deadline, [write])
         publisher.version = update.version - 1
         publisher.announce(self._publication, fallback=True)
 

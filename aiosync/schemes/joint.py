@@ -37,7 +37,8 @@ class JointUpdate:
     The updates are sent when the body ends, and not at all if it raises. A scheme without a ``tx.send`` call
     sends what ``scheme.send()`` would. The updates go to the workers that every scheme serves, or to some of
     them; the call waits for them whatever the schemes' ``sync``. The receivers of one worker must be in one
-    process.
+    process. Contexts that pass updates on to further workers get each model as it arrives: those workers
+    update one model after the other.
 
     Args:
         schemes: connected senders, each once.
@@ -124,22 +125,24 @@ class JointUpdate:
             # Always in the same order, so that two joint updates of the same schemes cannot deadlock.
             for scheme in sorted(senders, key=id):
                 await pending.enter_async_context(senders[scheme].publisher.lock.hold(deadline))
-            publications = await self._prepare_all(senders, JointParts(mark, abort), deadline)
+            workers = set.intersection(
+                *(each.registry.resolve(self._worker_ids) for each in senders.values())
+            )
+            publications = await self._prepare_all(senders, JointParts(mark, workers, abort), deadline)
             await publish_together(list(publications.values()), fallback=True)
         return publications
 
     async def _prepare_all(
         self, senders: _Senders, joint: JointParts, deadline: Deadline
     ) -> dict[WeightSyncScheme, Publication]:
-        targets = set.intersection(*(each.registry.resolve(self._worker_ids) for each in senders.values()))
         prepared: dict[WeightSyncScheme, Publication] = {}
         try:
             for scheme, sender in senders.items():
                 weights, strict = self._parts[scheme]
                 sender.check_open()
-                sources = await sender.source.extract(weights, targets, deadline)
+                sources = await sender.source.extract(weights, set(joint.workers), deadline)
                 publication = await sender.publisher.prepare(
-                    sources, set(targets), strict=strict, joint=joint, deadline=deadline
+                    sources, set(joint.workers), strict=strict, joint=joint, deadline=deadline
                 )
                 await sender.publisher.fill(publication, None)
                 prepared[scheme] = publication
@@ -164,9 +167,10 @@ async def _finish_all(
             for scheme in publications:
                 tasks.start_soon(finish, scheme)
     finally:
+        # Either all parts are withdrawn or none: else a worker that joins would get one alone.
+        refused = all(each.acks is not None and each.acks.all_refused for each in publications.values())
         for scheme, publication in publications.items():
-            # If the group was cancelled at once, a task may not have started.
-            senders[scheme].publisher.settle(publication)
+            senders[scheme].publisher.settle(publication, may_withdraw=refused)
     return reports
 
 

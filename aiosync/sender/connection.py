@@ -230,7 +230,7 @@ class WorkerConnection:
 
     def _offer(self, notified: SlotVersion) -> None:
         published = self.outbound.substitute(notified) if self.outbound.carries else notified
-        joint = published.joint
+        joint = published.joint_for(self.worker)
         if joint is not None and self._current is None:
             # A worker applies its first version alone: the receivers of its other models may not run yet.
             joint.cancel_for(self.worker)

@@ -311,14 +311,14 @@ class WeightSender(SendingEndpoint):
 
     async def finish(self, publication: Publication, *, wait: bool) -> SendReport:
         """Wait for the answers if ``wait``, and report; raises nothing but a cancellation."""
-        begun = time.perf_counter()
-        acks, seconds = publication.acks, publication.seconds
+        acks, seconds, begun = publication.acks, publication.seconds, time.perf_counter()
         assert acks is not None
         try:
             if wait:
                 await self._acks.until_answered(acks, publication.deadline)
         finally:
-            self.publisher.settle(publication)
+            if publication.joint is None:  # the parts of a joint update are settled together
+                self.publisher.settle(publication)
         now = time.perf_counter()
         seconds["ack"], seconds["total"] = now - begun, now - publication.started
         report = self._acks.conclude(

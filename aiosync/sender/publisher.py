@@ -151,6 +151,11 @@ class Publisher:
         for n, group in enumerate(self.groups):
             if not targets or group.workers & targets:
                 fitted.append((group, fit(group.pool.layout, sources[n], strict=strict)))
+        if not fitted:  # all targets have gone since the call began: the version is for workers to come
+            groups = {n: self.groups[n] for n in sources}
+            fitted = [
+                (group, fit(group.pool.layout, sources[n], strict=strict)) for n, group in groups.items()
+            ]
         try:
             for group, given in fitted:
                 publication.ask_to_yield(group)

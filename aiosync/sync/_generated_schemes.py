@@ -297,7 +297,7 @@ class WeightSyncScheme(BlockingTwin):
         A model that is sharded over the ranks of a trainer (FSDP2, DTensors) is sent by the first rank of its
         mesh. Every rank initialises the scheme, connects and sends at the same places of its program. The
         other ranks contribute their shards; their reports list no workers. If one rank fails, all of them
-        raise.
+        raise. Repeat a ``send`` on all ranks or on none.
 
         Give one of: ``params_map``; ``context`` with ``model_id``; ``model`` or ``weights`` with
         ``devices``, with ``device_map_fn`` and ``num_workers``, or with ``num_workers`` alone (CPU).

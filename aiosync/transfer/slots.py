@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -180,11 +180,13 @@ class JointParts:
 
     Args:
         mark: goes to the workers with each part.
+        workers: those that get all parts. Others that get one of the versions get it alone.
         abort: takes a worker, and aborts the parts that the worker has been offered.
     """
 
-    def __init__(self, mark: Joint, abort: Callable[[int], None]) -> None:
+    def __init__(self, mark: Joint, workers: Collection[int], abort: Callable[[int], None]) -> None:
         self.mark = mark
+        self.workers = workers
         self._abort = abort
         self._cancelled: set[int] = set()
 
@@ -214,6 +216,10 @@ class SlotVersion(msgspec.Struct, eq=False):
     seconds: float = math.inf
     # The frame that a worker was last offered it with.
     offered: Update | None = None
+
+    def joint_for(self, worker: int) -> JointParts | None:
+        """Return the joint update that this is a part of, if this worker gets all parts."""
+        return self.joint if self.joint is not None and worker in self.joint.workers else None
 
 
 class ChangeLog:

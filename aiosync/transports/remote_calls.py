@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import Phase, SyncTimeoutError, WorkerError
-from aiosync.transports._offload import handover
+from aiosync.transports._offload import call_when_done
 
 
 class PendingCall(ABC):
@@ -25,11 +27,20 @@ class PendingCall(ABC):
     def __init__(self, workers: Sequence[int], deadline: Deadline) -> None:
         self._workers = workers  # for errors
         self._deadline = deadline
-        self._answer: asyncio.Future[Any]
-        self._answer, self._resolve = handover()
+        # Not a future of this event loop: another one may wait for the answer.
+        self._answer: Future[Any] = Future()
+
+    def _resolve(self, work: Callable[[], Any]) -> None:
+        """Set what ``work()`` returns or raises as the answer, in any thread, unless it was discarded."""
+        if self._answer.set_running_or_notify_cancel():
+            try:
+                self._answer.set_result(work())
+            except Exception as exc:  # noqa: BLE001 - raised where it is awaited
+                self._answer.set_exception(exc)
 
     async def answer(self, deadline: Deadline | None = None) -> Any:
-        """Wait for the answer and return it. After a cancellation or a timeout it may be awaited again.
+        """Wait for the answer and return it. After a cancellation or a timeout it may be awaited again, also
+        on another event loop.
 
         ``deadline`` replaces the call's own.
 
@@ -39,7 +50,12 @@ class PendingCall(ABC):
             SyncTimeoutError: no answer arrived in time.
         """
         deadline = deadline or self._deadline
-        await asyncio.wait([self._answer], timeout=deadline.remaining())
+        if not self._answer.done():
+            arrived = asyncio.Event()
+            call_when_done(self._answer, lambda _: arrived.set())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline.remaining()):
+                    await arrived.wait()
         if not self._answer.done():
             seconds, workers = deadline.seconds, self._workers
             raise SyncTimeoutError(self.phase, seconds=seconds, workers=workers, hint=self.hint)

@@ -204,6 +204,8 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         self.num_workers = num_workers
         self._sync = sync
         self._thread = DetachedThread("aiosync-updater")
+        # Ranks whose answer did not come in time. The next push would take it for its own.
+        self._unanswered: set[Any] = set()
 
     def all_worker_ids(self) -> list[int]:
         """Return the workers' ranks, from 1."""
@@ -235,10 +237,19 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         self._thread.close()
 
     def _update_rank(self, rank: Any, weights: Any) -> None:
-        store, answer = self._store, f"NODE_{rank}_out"
+        store = self._store
+        if rank in self._unanswered:
+            self._answer_of(rank)
         store.set(f"NODE_{rank}_in", b"update_weights")
         (weights.send if self._sync else weights.isend)(rank)
-        status = store.get(answer)
-        store.delete_key(answer)  # also a refusal: the next push would take it for its own answer
+        self._unanswered.add(rank)
+        status = self._answer_of(rank)
         if status not in (b"updated", "updated"):
             raise WorkerError(f"rank {rank}: expected the status 'updated' in the store, got {status!r}")
+
+    def _answer_of(self, rank: Any) -> Any:
+        answer = f"NODE_{rank}_out"
+        status = self._store.get(answer)
+        self._store.delete_key(answer)  # also a refusal: the next push would take it for its own answer
+        self._unanswered.discard(rank)
+        return status

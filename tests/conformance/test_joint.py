@@ -217,6 +217,59 @@ async def test_a_part_is_lost(case: SchemeCase, first: bool) -> None:
         assert [value_of(w.model) for w in value.workers] == [0, 1]
 
 
+async def test_workers_that_come_again_get_both_parts_or_none(case: SchemeCase) -> None:
+    """One part is refused since the other was lost: then neither is withdrawn."""
+    async with LocalCluster(case, 1) as policy, LocalCluster(case, 1) as value:
+        await policy.workers[0].close()
+        fill(policy.model, 1)
+        fill(value.model, 1)
+        with pytest.raises(WorkerLostError):
+            await _send_both(policy, value)
+        assert policy.scheme.version == value.scheme.version == 1
+        await value.workers[0].close()
+        for cluster in (policy, value):
+            await within(cluster.add(0).connect())
+            assert value_of(cluster.workers[1].model) == 1
+
+
+async def test_a_worker_that_gets_one_part_gets_it_alone(case: SchemeCase) -> None:
+    """A version that waited for a slot, for more workers, is replaced by a part for one of them."""
+    async with LocalCluster(case, max_slots=2) as policy, LocalCluster(case, 1) as value:
+        async with policy.workers[0].scheme.pinned():
+            for version in (1, 2):
+                fill(policy.model, version)
+                await policy.scheme.send(wait=False)
+                await asyncio.sleep(BRIEF / 4)
+            fill(policy.model, 3)
+            joint = asyncio.create_task(_send_both(policy, value, worker_ids=0))
+            await asyncio.sleep(BRIEF / 4)
+        await within(joint)
+        other = policy.workers[1]
+        await eventually(lambda: value_of(other.model) >= 2, "the other worker gets what was sent to it")
+
+
+class _Below:
+    """A context that passes updates on."""
+
+    def __init__(self) -> None:
+        self.passed_on = 0
+
+    def update_policy_weights_(self, weights: Any = None, **_: Any) -> None:
+        self.passed_on += 1
+
+
+async def test_a_part_that_was_called_off_is_not_passed_on(case: SchemeCase) -> None:
+    async with LocalCluster(case) as policy, LocalCluster(case) as value:
+        context = _Below()
+        await value.workers[0].scheme.rebind(context=context)
+        await policy.workers[0].close()
+        with pytest.raises(WorkerLostError):
+            await _send_both(policy, value)
+        assert context.passed_on == 0
+        await value.scheme.send()
+        assert context.passed_on == 1
+
+
 async def test_a_send_that_fails_calls_no_joint_update_off(case: SchemeCase) -> None:
     """It was about to take the slot of a part that a worker has not come for yet, and gave that up."""
     if not case.views:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from aiosync import InvalidArgumentError, LayoutMismatchError, RemoteApplyError, WorkerLostError
-from aiosync.schemes.ray_modules import RayModuleTransformScheme
+from aiosync.schemes.ray_modules import RayModuleTransformReceiver, RayModuleTransformScheme
 from aiosync.transports.ray.transport import RayActor, RayModuleActor, put_weights
 from tests.kit.clock import BRIEF, PATIENCE, within
 from tests.kit.models import Norm, Other, Uniform, fill, value_of
@@ -244,3 +244,19 @@ async def test_torchrls_own_transform() -> None:
             assert (await scheme.send(model)).ok
             there = await transform._actor._getattr.remote("module")
             assert value_of(there) == version
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_method_that_is_async(hidden: bool) -> None:
+    """Also one that a decorator hides: it would not run, and the update would count as applied."""
+
+    class Actor:
+        async def _update_weights_tensordict(self, params: Any) -> None:
+            raise AssertionError("not run")
+
+    actor = Actor()
+    if hidden:
+        method = actor._update_weights_tensordict
+        actor._update_weights_tensordict = lambda params: method(params)  # type: ignore[method-assign]
+    with pytest.raises(InvalidArgumentError, match="is async"):
+        RayModuleTransformReceiver.method_of(actor, "tensordict")({})

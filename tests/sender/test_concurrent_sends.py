@@ -19,6 +19,7 @@ from aiosync import (
     RemoteApplyError,
     SharedMemWeightSyncScheme,
     SyncTimeoutError,
+    WorkerLostError,
 )
 from aiosync._deadline import Deadline
 from aiosync.sender.publisher import Publication
@@ -26,14 +27,37 @@ from aiosync.transfer.slots import LeaseKind, SlotVersion
 from aiosync.transports._offload import Offloader
 from aiosync.weights.segment import Segment
 from tests.kit.cases import SCHEMES
-from tests.kit.clock import BRIEF, PATIENCE, eventually, within
+from tests.kit.clock import BRIEF, PATIENCE, eventually, steps, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.seams import binding_of, connections_of, groups_of, stop_reading, wake_reading
+from tests.kit.tcp import join, make_worker, sender_of
 from tests.weights.models import Adapter
 
 CASES = {case.name: case for case in SCHEMES}
 SHARED = CASES["shared"]
+
+
+async def test_the_weights_of_a_send_whose_workers_have_all_gone() -> None:
+    """They are what a worker gets that comes next, with the version's number."""
+    model = Uniform(0.0)
+    async with sender_of(model) as scheme:
+        worker = make_worker(scheme.address)
+        await join(scheme, worker)
+        async with scheme.get_sender().publisher.lock.hold():
+            fill(model, 1)
+            sending = asyncio.create_task(scheme.send())
+            await steps(3)
+            await worker.close()
+            await eventually(lambda: not connections_of(scheme), "the worker has gone")
+        with pytest.raises(WorkerLostError):
+            await within(sending)
+        assert scheme.version == 1
+        late = make_worker(scheme.address)
+        await within(late.connect())
+        assert late.scheme.version == 1
+        assert value_of(late.model) == 1
+        await late.close()
 
 
 def _refuse(worker: LocalWorker, patch: pytest.MonkeyPatch) -> None:

@@ -609,6 +609,23 @@ async def test_distributed_with_real_ranks(library: Any, *, sync: bool) -> None:
             process.close()
 
 
+async def test_distributed_waits_for_an_answer_that_was_late_before_it_sends_again() -> None:
+    answers = iter([b"", b"failed", b"updated"])
+
+    def answer(_: str) -> bytes:
+        if found := next(answers):
+            return found
+        raise TimeoutError("of the store")
+
+    store, weights = Store(answer), sent()
+    updater = updaters.DistributedWeightUpdater(store, weights, 1, True)
+    with pytest.raises(TimeoutError, match="of the store"):
+        await updater.push_weights()
+    await updater.push_weights()
+    assert store.log == ["NODE_1_in", "NODE_1_in"]
+    assert next(answers, None) is None  # the first answer was not taken for the second's
+
+
 async def test_distributed_does_not_block_the_loop() -> None:
     answered = threading.Event()
 
