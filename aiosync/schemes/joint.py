@@ -168,7 +168,7 @@ async def _finish_all(
                 tasks.start_soon(finish, scheme)
     finally:
         # Either all parts are withdrawn or none: else a worker that joins would get one alone.
-        refused = all(each.acks is not None and each.acks.all_refused for each in publications.values())
+        refused = all(each.publisher.may_withdraw(each) for each in publications.values())
         for scheme, publication in publications.items():
             senders[scheme].publisher.settle(publication, may_withdraw=refused)
     return reports

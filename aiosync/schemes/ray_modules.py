@@ -54,18 +54,15 @@ class RayModuleTransformReceiver(WeightReceiver):
         method = getattr(actor, name, None)
         if not callable(method):
             raise InvalidArgumentError(f"{type(actor).__name__} has no method {name}({argument}=)")
-        is_async = InvalidArgumentError(
-            f"{type(actor).__name__}.{name}() is async: a commit cannot wait, make it a plain method"
-        )
+        is_async = f"{type(actor).__name__}.{name}() is async: a commit cannot wait, make it a plain method"
         if inspect.iscoroutinefunction(method):
-            raise is_async
+            raise InvalidArgumentError(is_async)
 
         def update(weights: Any) -> None:
             result = method(**{argument: weights})
-            if inspect.isawaitable(result):  # a decorator may hide that the method is async
-                if inspect.iscoroutine(result):
-                    result.close()
-                raise is_async
+            if inspect.iscoroutine(result):  # a decorator may hide that the method is async
+                result.close()
+                raise InvalidArgumentError(is_async)
 
         return update
 

@@ -277,8 +277,6 @@ class SchemeRecipe(SchemeState, ABC):
             self._listener.forget()
         elif self._listener is not None:
             self._listener.close()
-        if self._leader is not None and self._pid == os.getpid():
-            self._leader.close()
 
     def _check_no_endpoint(self) -> None:
         if self._has_endpoint:

@@ -48,7 +48,7 @@ async def _publish_from_threads(publications: Sequence[Publication], fallback: b
         await uninterrupted(lambda gone: _write_and_announce(publications, gone, fallback))
     except asyncio.CancelledError:
         for publication in publications:
-            publication.publisher.settle(publication)
+            publication.publisher.settle(publication, may_withdraw=len(publications) == 1)
         raise
 
 

@@ -311,15 +311,23 @@ class Publisher:
         If every worker refused, that version is the newest again instead. Does nothing if the publication was
         not published, or is settled. Without ``may_withdraw`` the version stays in any case.
         """
-        acks = publication.acks
+        acks, version = publication.acks, publication.version
         if acks is None or publication.settled:
             return
+        withdrawn = may_withdraw and self.may_withdraw(publication)
         publication.settled = True
         publication.end_requests()
         self._registry.awaited.untrack(acks)
-        version = publication.version
-        withdrawn = (
-            may_withdraw
+        if withdrawn:
+            self.version -= 1
+        for write in publication.writes:
+            write.group.settle(write, publication.round, version, withdrawn=withdrawn)
+
+    def may_withdraw(self, publication: Publication) -> bool:
+        """Return whether every worker refused the version, so that the one before can be the newest again."""
+        acks, version = publication.acks, publication.version
+        return (
+            acks is not None
             and acks.all_refused
             and version == self.version
             # A worker that joined meanwhile may have it, or be about to, or have gone with it. A version that
@@ -328,10 +336,6 @@ class Publisher:
             and all(c.target_version < version for c in self._registry.connections.values())
             and not any(w.reclaimed or w.overflow or w.replaced_overflow for w in publication.writes)
         )
-        if withdrawn:
-            self.version -= 1
-        for write in publication.writes:
-            write.group.settle(write, publication.round, version, withdrawn=withdrawn)
 
 
 def _names_of(layout: Layout, name: str) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.errors import Phase, SyncTimeoutError, WorkerError
-from aiosync.transports._offload import call_when_done
+from aiosync.errors import NotConnectedError, Phase, SyncTimeoutError, WorkerError
+from aiosync.transports._offload import post
 
 
 class PendingCall(ABC):
@@ -29,6 +29,8 @@ class PendingCall(ABC):
         self._deadline = deadline
         # Not a future of this event loop: another one may wait for the answer.
         self._answer: Future[Any] = Future()
+        # What waits for it: an event loop, and its event.
+        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def _resolve(self, work: Callable[[], Any]) -> None:
         """Set what ``work()`` returns or raises as the answer, in any thread, unless it was discarded."""
@@ -37,6 +39,11 @@ class PendingCall(ABC):
                 self._answer.set_result(work())
             except Exception as exc:  # noqa: BLE001 - raised where it is awaited
                 self._answer.set_exception(exc)
+            self._wake()
+
+    def _wake(self) -> None:
+        for loop, arrived in tuple(self._waiters):
+            post(loop, arrived.set)
 
     async def answer(self, deadline: Deadline | None = None) -> Any:
         """Wait for the answer and return it. After a cancellation or a timeout it may be awaited again, also
@@ -48,14 +55,20 @@ class PendingCall(ABC):
             RemoteApplyError: the actor's method raised. The error has the exception's type and traceback.
             WorkerLostError: the process is gone, or not a member of torch RPC.
             SyncTimeoutError: no answer arrived in time.
+            NotConnectedError: :meth:`discard` was called.
         """
         deadline = deadline or self._deadline
-        if not self._answer.done():
-            arrived = asyncio.Event()
-            call_when_done(self._answer, lambda _: arrived.set())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(deadline.remaining()):
-                    await arrived.wait()
+        waiter = asyncio.get_running_loop(), asyncio.Event()
+        self._waiters.add(waiter)
+        try:
+            if not self._answer.done():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(deadline.remaining()):
+                        await waiter[1].wait()
+        finally:
+            self._waiters.discard(waiter)
+        if self._answer.cancelled():
+            raise NotConnectedError("this transport was closed meanwhile")
         if not self._answer.done():
             seconds, workers = deadline.seconds, self._workers
             raise SyncTimeoutError(self.phase, seconds=seconds, workers=workers, hint=self.hint)
@@ -66,8 +79,9 @@ class PendingCall(ABC):
         """Return the answer, which has arrived, or raise an error of this package."""
 
     def discard(self) -> None:
-        """Drop the answer."""
+        """Drop the answer; calls that wait for it raise NotConnectedError."""
         self._answer.cancel()
+        self._wake()
 
 
 class RemoteObject(ABC):

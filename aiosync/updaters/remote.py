@@ -239,6 +239,7 @@ class DistributedWeightUpdater(WeightUpdaterBase):
     def _update_rank(self, rank: Any, weights: Any) -> None:
         store = self._store
         if rank in self._unanswered:
+            self._unanswered.discard(rank)  # if none comes again, the rank may have been started again
             self._answer_of(rank)
         store.set(f"NODE_{rank}_in", b"update_weights")
         (weights.send if self._sync else weights.isend)(rank)

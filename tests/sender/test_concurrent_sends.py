@@ -20,6 +20,7 @@ from aiosync import (
     SharedMemWeightSyncScheme,
     SyncTimeoutError,
     WorkerLostError,
+    atomic,
 )
 from aiosync._deadline import Deadline
 from aiosync.sender.publisher import Publication
@@ -36,6 +37,21 @@ from tests.weights.models import Adapter
 
 CASES = {case.name: case for case in SCHEMES}
 SHARED = CASES["shared"]
+
+
+async def test_parts_of_a_joint_update_are_withdrawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them has to stay, say for a worker that has joined: then the other one stays too."""
+    async with LocalCluster(SHARED, 1) as policy, LocalCluster(SHARED, 1) as value:
+        _refuse(policy.workers[0], monkeypatch)
+        publisher = policy.scheme.get_sender().publisher
+        monkeypatch.setattr(publisher, "may_withdraw", lambda _: False)
+        for version in (1, 2):
+            with pytest.raises(AiosyncError):
+                async with atomic(policy.scheme, value.scheme):
+                    pass
+            assert policy.scheme.version == version
+            assert value.scheme.version == version
+        monkeypatch.undo()
 
 
 async def test_the_weights_of_a_send_whose_workers_have_all_gone() -> None:

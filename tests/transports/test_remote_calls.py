@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from aiosync import SyncTimeoutError
+from aiosync import NotConnectedError, SyncTimeoutError
 from aiosync._deadline import Deadline
 from aiosync.transports.remote_calls import PendingCall
-from tests.kit.clock import BRIEF, PATIENCE
+from tests.kit.clock import BRIEF, PATIENCE, within
 
 
 class _Call(PendingCall):
@@ -43,6 +43,10 @@ def test_an_answer_reaches_another_event_loop(late: bool) -> None:
 
 async def test_an_answer_after_it_was_discarded() -> None:
     call = await _started()
+    waiting = asyncio.create_task(call.answer(Deadline.after(PATIENCE)))
+    await asyncio.sleep(0)
     call.discard()
     call._resolve(lambda: 7)
-    assert call._answer.cancelled()
+    with pytest.raises(NotConnectedError):
+        await within(waiting)
+    assert not call._waiters

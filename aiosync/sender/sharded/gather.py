@@ -148,6 +148,7 @@ class ShardContributor(Endpoint):
         self, weights: Any, worker_ids: WorkerIds, *, wait: bool, strict: bool, deadline: Deadline
     ) -> SendReport:
         """Contribute to the next version. The report lists no workers. Raises as :meth:`_contribute`."""
+        self.home.check()
         targets = set(weights) if is_per_worker(weights) else set[int]()
         return await self._contribute("send", self.source.extract(weights, targets, deadline), deadline)
 
@@ -178,7 +179,6 @@ class ShardContributor(Endpoint):
             WrongEventLoopError: it was connected on another event loop.
             Exception: what ``sources`` raises.
         """
-        self.home.check()
         self.shards.enter()
         offer, failure = ShardOffer(call), None
         # Before anything is awaited: the calls of all ranks match in the order in which they begin.

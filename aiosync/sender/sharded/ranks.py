@@ -146,6 +146,7 @@ class Shards:
 
     def close(self) -> None:
         """Close the connections when the submitted work has ended."""
+        self.enter()  # other ranks may have made a call
         self._thread.submit(partial(self._disconnect, "this scheme is closed"))
         self._thread.close()
 
