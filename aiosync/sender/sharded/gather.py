@@ -134,7 +134,7 @@ class ShardContributor(Endpoint):
 
     @property
     def version(self) -> int:
-        """The last version that rank 0 has published with this rank's shards; -1 before the first."""
+        """Rank 0's newest version when the last call ended; -1 before the first."""
         return self.shards.version
 
     async def connect(self, weights: Any, deadline: Deadline) -> None:
@@ -172,7 +172,7 @@ class ShardContributor(Endpoint):
         """Contribute this rank's shards to one call.
 
         Raises:
-            GatherError: nothing was sent; the message has the reason.
+            GatherError: the call has failed on another rank; the message has the reason.
             SyncTimeoutError: the other ranks did not make the call in time. Once rank 0 has the shards, it
                 has as long again: its workers may answer as late as its own deadline.
             NotConnectedError: the scheme was closed.
