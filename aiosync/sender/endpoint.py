@@ -286,8 +286,7 @@ class WeightSender(SendingEndpoint):
         targets = self.registry.resolve(worker_ids)
         sources = await self.source.extract(weights, targets, deadline)
         self.check_open()
-        publisher = self.publisher
-        if not publisher.lock.acquire_nowait():
+        if not (publisher := self.publisher).lock.acquire_nowait():
             await publisher.lock.acquire(deadline)
         try:
             publication = await publisher.prepare(
@@ -298,6 +297,7 @@ class WeightSender(SendingEndpoint):
                 deadline=deadline,
                 may_overflow=not wait and gathering is None,
             )
+            publication.to_all = worker_ids is None
             if gathering is not None or publication.sharded:
                 await publisher.fill(publication, gathering)
             await publish_together([publication], fallback=wait)

@@ -40,7 +40,7 @@ class Publication(msgspec.Struct, eq=False):
     """One version on its way from a call of ``send`` to the workers."""
 
     publisher: Publisher
-    # The workers that it is for.
+    # The workers whose answers the call waits for.
     targets: set[int]
     # The joint update that it is a part of.
     joint: JointParts | None
@@ -52,6 +52,8 @@ class Publication(msgspec.Struct, eq=False):
     nbytes: int = 0
     # Whether an entry is spread over ranks.
     sharded: bool = False
+    # Whether it is for all workers, also those that have joined since the call began.
+    to_all: bool = False
     # Set when it is published: its number, its version number, and the workers' answers.
     round: int = -1
     version: int = -1
@@ -243,12 +245,14 @@ class Publisher:
         # Without ``fallback`` no call waits for the answers; with a timeout of zero neither.
         seconds = publication.deadline.seconds if fallback and publication.deadline.seconds else math.inf
         for write in publication.writes:
-            group, joint = write.group, publication.joint
+            group, joint, workers = write.group, publication.joint, publication.targets
+            if publication.to_all:
+                workers = workers | group.connections.keys()
             group.publish(
                 write,
                 self._round,
                 self.version,
-                publication.targets,
+                workers,
                 fallback=fallback,
                 joint=joint,
                 seconds=seconds,

@@ -76,6 +76,32 @@ async def test_the_weights_of_a_send_whose_workers_have_all_gone() -> None:
         await late.close()
 
 
+@pytest.mark.parametrize("strict", [True, False])
+async def test_a_worker_that_joins_while_a_send_is_prepared(strict: bool) -> None:
+    """It gets that version too, and the next part."""
+    model = Uniform(0.0)
+    async with sender_of(model) as scheme:
+        first, late = make_worker(scheme.address), make_worker(scheme.address)
+        await join(scheme, first)
+        async with scheme.get_sender().publisher.lock.hold():
+            fill(model, 1)
+            weights = model if strict else {"values.0": model.state_dict()["values.0"]}
+            sending = asyncio.create_task(scheme.send(weights, strict=strict))
+            await steps(3)
+            await within(late.connect())
+            await late.serve()
+        report = await within(sending)
+        assert sorted(report.workers) == [0]
+        await within(scheme.wait_ack())
+        assert late.scheme.version == 1
+        assert _values(late) == _values(first)
+        assert (await within(scheme.send({"values.1": torch.full((16,), 5.0)}, strict=False))).ok
+        assert late.scheme.version == 2
+        assert _values(late) == _values(first)
+        for worker in (first, late):
+            await worker.close()
+
+
 def _refuse(worker: LocalWorker, patch: pytest.MonkeyPatch) -> None:
     def check(views: object) -> None:
         raise ValueError("not this one")
